@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from megasync.app.workload import PythonArguments
 from megasync.base.terminal import Terminal
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config
+from megasync.config import CONFIG_FILE, Config, custom_of, load_config
 from megasync.config.changes import check_changes
 from megasync.device import check_machine
-from megasync.errors import CheckpointError, ConfigError, raised_as
+from megasync.errors import CheckpointError, ConfigError
 from megasync.models.hub import resolve_names, with_names
 from megasync.observe.result import RunResult, show_result
 from megasync.preflight.check import check_config
@@ -87,10 +86,7 @@ class AsyncTrainer:
                 f"{run_dir} ended before the run began: it has no complete checkpoint and no ledger; "
                 f"start the run again"
             )
-        fix = "it lists what the run got from Python; write [] into it if that was nothing"
-        with raised_as(ConfigError, f"{run_dir / CUSTOM_FILE} cannot be read", fix, of=(OSError, ValueError)):
-            needed = json.loads((run_dir / CUSTOM_FILE).read_text())
-        if missing := [name for name in needed if custom.get(name) is None]:
+        if missing := [name for name in custom_of(run_dir) if custom.get(name) is None]:
             raise ConfigError(
                 f"{run_dir} was started from Python with its own {', '.join(missing)}; resume it from Python too: "
                 f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in missing)})"
@@ -140,6 +136,10 @@ class AsyncTrainer:
     async def _execute(self) -> RunResult:
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
         workload = await asyncio.to_thread(invoke, prepare_run, self.config, self._custom)
+        if self._checkpoint is not None:
+            from megasync.trainer.checkpoint import check_readable
+
+            await asyncio.to_thread(check_readable, self._checkpoint)
         if self.config.rollout.external:
             await check_external_servers(self.config)
         run_dir = self._run_dir or new_run_dir(self.config, self._custom.described())

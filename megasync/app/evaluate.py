@@ -7,7 +7,6 @@ once.
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +22,7 @@ from megasync.app.servers import InferenceServers, open_task, reserve_pools
 from megasync.app.workload import Task, prepare_task
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.tasks import wait_for_first
-from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
+from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, custom_of, load_config, save_config
 from megasync.config.access import describe_sessions
 from megasync.config.builtin import EXTERNAL
 from megasync.config.pools import pool_specs
@@ -55,8 +54,7 @@ def load_target(target: Path, overrides: Sequence[str]) -> Config:
         raise ConfigError(f"{target} is neither a configuration file nor a run directory: it has no {CONFIG_FILE}")
     else:
         config = load_config(target / CONFIG_FILE, overrides)
-        custom = target / CUSTOM_FILE
-        passed = json.loads(custom.read_text()) if custom.is_file() else []
+        passed = custom_of(target) if (target / CUSTOM_FILE).is_file() else []
         if missing := [name for name in passed if name != "train_dataset"]:
             raise ConfigError(
                 f"{target} was started from Python with its own {', '.join(missing)}, which `megasync eval` lacks; "

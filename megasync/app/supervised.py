@@ -23,7 +23,7 @@ from megasync.app.mailbox import answer_with_report
 from megasync.app.run_directory import AnyRun, OpenedRun, finished_run, new_run_dir, run_stoppable
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
-from megasync.base.files import atomic_write
+from megasync.base.files import atomic_write, read_object
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
@@ -47,7 +47,7 @@ from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver, RunParts
 from megasync.observe.result import RunResult
 from megasync.preflight.check import check_supervised
-from megasync.trainer.checkpoint import latest, step_of
+from megasync.trainer.checkpoint import check_readable, latest, step_of
 
 # The rows that ranks read, in the run directory.
 TRAIN_FILE, VALIDATION_FILE = "sft-train.safetensors", "sft-validation.safetensors"
@@ -160,13 +160,15 @@ async def _begin(config: Config, run_dir: Path | None) -> RunResult:
         await asyncio.to_thread(atomic_write, run_dir / ROWS_FILE, json.dumps(described))
     else:
         _check_rows(run_dir / ROWS_FILE, described)
+        if (newest := latest(run_dir)) is not None:
+            await asyncio.to_thread(check_readable, newest)
     run = SupervisedRun(config, run_dir, rows, messages)
     return await run_stoppable(run.execute(), run_dir, config, run)
 
 
 def _check_rows(file: Path, described: dict[str, object]) -> None:
-    with raised_as(CheckpointError, f"{file} cannot be read", "start the run again", of=(OSError, ValueError)):
-        before = json.loads(file.read_text())
+    with raised_as(CheckpointError, "the run cannot be resumed", "start it again", of=ValueError):
+        before = read_object(file)
     if before != described:
         raise ConfigError(
             f"the rows of sft.train are not those that the run was started with ({described['rows']} rows and "

@@ -70,23 +70,32 @@ def ray_environment(env: Mapping[str, str]) -> dict[str, str]:
     return {} if folder == wanted else {"RAY_TMPDIR": folder}
 
 
+def home(otherwise: str = "") -> Path:
+    """The home folder of this user, who may have none where containers run under any number.
+
+    Then it is `otherwise`, by default the temporary folder.
+    """
+    folder = os.path.expanduser("~")
+    return Path((otherwise or tempfile.gettempdir()) if folder == "~" else folder)
+
+
 def ray_token_file(env: Mapping[str, str]) -> Path:
     """The file in which Ray keeps the token of this user's clusters."""
-    return Path(env.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return Path(env.get("RAY_AUTH_TOKEN_PATH") or home("/") / ".ray" / "auth_token")
 
 
 def ray_token(env: Mapping[str, str]) -> dict[str, str]:
     """Additions to an environment with which a cluster that is started here has a token where none can be saved."""
     file = ray_token_file(env)
-    if env.get("RAY_AUTH_TOKEN") or file.is_file() or writable(file.parent):
+    if env.get("RAY_AUTH_TOKEN") or os.path.isfile(file) or writable(file.parent):
         return {}
     return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def writable(path: Path) -> bool:
     """Whether the folder can be written or created."""
-    present = next(p for p in (path, *path.absolute().parents) if p.exists())
-    return present.is_dir() and os.access(present, os.W_OK)
+    present = next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
+    return os.path.isdir(present) and os.access(present, os.W_OK)
 
 
 def leaves_room_for_sockets(folder: str) -> bool:

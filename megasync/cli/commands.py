@@ -8,11 +8,14 @@ MEGASYNC_DEBUG=1 shows the traceback. Commands import heavy packages themselves,
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import io
 import json
 import logging
+import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from megasync.base.importing import quick_imports
 from megasync.concurrency.event_loop import end_process
-from megasync.errors import ConfigError, MegasyncError
+from megasync.errors import ConfigError, MegasyncError, raised_as
 from megasync.launch.remote import SSH
 
 if TYPE_CHECKING:
@@ -56,6 +59,23 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with _interruptible():
             return super().invoke(ctx)
+
+
+class Command(TyperCommand):
+    """One command. Its paths and numbers are checked before it begins, whatever it does with them."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from megasync.config.limits import path_problem
+
+        for param in self.params:
+            given = ctx.params.get(param.name)
+            name = param.opts[0] if param.param_type_name == "option" else param.metavar or param.name
+            for value in given if isinstance(given, list | tuple) else [given]:
+                if isinstance(value, Path) and (problem := path_problem(str(value))) is not None:
+                    raise ConfigError(f"{name}={str(value)[:200]!r} is not a usable path: {problem}; check it")
+                if isinstance(value, float) and not math.isfinite(value):
+                    raise ConfigError(f"{name}={value} must be a finite number")
+        return super().invoke(ctx)
 
 
 app = typer.Typer(
@@ -113,6 +133,7 @@ def command(
     heading = "[bold]Examples[/]" if len(examples) > 1 else "[bold]Example[/]"
     return app.command(
         name,
+        cls=Command,
         epilog="\n\n".join((heading, *(f"megasync {example}" for example in examples))),
         rich_help_panel=panel,
     )
@@ -438,13 +459,13 @@ def scale(
     from megasync.app.mailbox import ask
     from megasync.config import CONFIG_FILE, load_config
 
-    pool, _, number = size.partition("=")
-    if pool != "rollout" or not number.isdecimal():
+    wanted = re.fullmatch(r"rollout=([0-9]{1,9})", size)
+    if wanted is None:
         raise ConfigError(f"{size!r} is not a valid size; write rollout=N, such as rollout=3")
     settings = run / CONFIG_FILE
     # The run itself waits `server_start` for a server.
     server_start = load_config(settings, unset=True).timeouts.server_start if settings.is_file() else 0.0
-    answer = ask(run, "scale", int(number), timeout=server_start + SCALE_GRACE)
+    answer = ask(run, "scale", int(wanted[1]), timeout=server_start + SCALE_GRACE)
     _say(answer)
 
 
@@ -1118,18 +1139,25 @@ def main() -> None:
     """Entry point of the `megasync` program."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Flush every line, also into a file: users follow runs there.
-        sys.stdout.reconfigure(line_buffering=True)
-    # A configuration may name functions of modules in the working directory; installed packages take precedence.
-    sys.path.append(os.getcwd())
+        # Flush every line, also into a file: users follow runs there. A path may hold bytes that are no text.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     status = UNHEALTHY
     try:
+        # A configuration may name functions of modules in the working directory; installed packages take precedence.
+        with raised_as(ConfigError, "the working directory cannot be entered", "cd to another one"):
+            sys.path.append(os.getcwd())
         app()
     except MegasyncError as error:
         status = REFUSED
         if os.environ.get(DEBUG_VARIABLE) == "1":
             raise
         _print_error(_with_notes(f"{type(error).__name__}: {error}", error))
+        sys.exit(status)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        status = REFUSED
+        _print_error(f"{error}: free some space, or write to another disk")
         sys.exit(status)
     except ModuleNotFoundError as error:
         from megasync.install import fix_for_module

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 def ask_run() -> tuple[Path, str, str]:
     """Folder, template and model of a new run. Raises ConfigError without a terminal, KeyboardInterrupt at Ctrl-C."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError(
             "megasync init without arguments asks questions, and there is no terminal to ask them in; name a folder, "
             "and a template if you like: megasync init my-run --template math"

@@ -265,9 +265,12 @@ def path_problem(path: str) -> str | None:
     if scheme := _SCHEME.match(path):
         return f"{scheme.group()} addresses are not supported, only folders and files of this machine, mounted ones too"
     try:
+        path.encode()
         Path(path).expanduser().stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except UnicodeEncodeError:
+        return "it is not UTF-8 text"
     except (OSError, ValueError, RuntimeError) as error:
         return str(getattr(error, "strerror", None) or error).rstrip(".")
     return None

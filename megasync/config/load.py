@@ -11,6 +11,7 @@ commit (`models.hub`). `_saved` guarantees it. A resumed run reads the environme
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,8 @@ SESSIONS_FOLDER, SESSIONS_KEY = "sessions", "key"
 # In a value, a call of a resolver; and a reference to another key, with the points that make it a relative one.
 _CALL = re.compile(r"\$\{\s*[\w.]+\s*:")
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^${}:]*?)\s*\}")
+# A plain scalar that YAML reads as a number in base 8 or 60.
+_ODD_NUMBER = re.compile(r"[-+]?(0_*[0-7][0-7_]*|[1-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 # The error of a variable that is not set.
 _UNSET = re.compile(r"Environment variable '(.+)' not found")
 _Path = tuple[str, ...]
@@ -106,6 +109,21 @@ def saved_values(config: Config) -> dict[str, Any]:
 def remember(run_dir: Path, key: str, value: Any) -> None:
     """Changes one key in the saved configuration of a run, for a later resume. Raises OSError if the write fails."""
     save_config(load_config(run_dir / CONFIG_FILE, [f"{key}={value}"], unset=True), run_dir / CONFIG_FILE)
+
+
+def custom_of(run_dir: Path) -> list[str]:
+    """The names of what a run got from Python. Raises ConfigError for a file that does not list them."""
+    file = run_dir / CUSTOM_FILE
+    try:
+        names = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(names, list | dict) or not all(isinstance(name, str) for name in names):
+            raise ValueError("it must hold names")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error}; it lists what the run got from Python; write [] into it if that was "
+            f"nothing"
+        ) from None
+    return list(names)
 
 
 class SchemaItem(NamedTuple):
@@ -180,6 +198,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[Any, Any]:
         fix = ", or copy the shipped one here: megasync files ." if shipped else ""
         raise ConfigError(f"configuration file {path}{named_by} {kind}; check the path{fix}")
     try:
+        _refuse_odd_numbers(path.read_text(encoding="utf-8"), str(path))
         values = OmegaConf.load(path)
     except OSError as error:
         raise ConfigError(
@@ -193,13 +212,25 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[Any, Any]:
 
 
 def _override_layer(text: str) -> Layer:
-    key, equals, _ = text.partition("=")
+    key, equals, value = text.partition("=")
     if not equals or not key.strip() or key != key.strip():
         raise ConfigError(f"override {text!r} is not of the form key=value, for example trainer.data_parallel=2")
     try:
+        _refuse_odd_numbers(value, f"override {text!r}")
         return Layer(f"override {text!r}", _plain(OmegaConf.from_dotlist([text])))
     except UNREADABLE as error:
         raise ConfigError(f"override {text!r:.{SHOWN_CHARACTERS}} cannot be read: {_first_line(error)}") from None
+
+
+def _refuse_odd_numbers(text: str, place: str) -> None:
+    """Raises ConfigError for a number that YAML takes in base 8 (010) or 60 (1:30), which nobody means."""
+    for token in yaml.scan(text, yaml.SafeLoader):
+        if isinstance(token, yaml.ScalarToken) and token.plain and _ODD_NUMBER.fullmatch(token.value):
+            number = yaml.safe_load(token.value)
+            raise ConfigError(
+                f"{place}: YAML reads {token.value} as {number}, a number in base {60 if ':' in token.value else 8}; "
+                f"write what is meant in base 10, or quote it if it is text"
+            )
 
 
 def _plain(values: DictConfig) -> dict[Any, Any]:
@@ -219,9 +250,9 @@ def _schema() -> DictConfig:
 
 
 def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
-    _refuse_unknown_keys(layer.values, Config, "", layer.place)
     if layer.values.get("eval", layer) is None:
         merged, layer = _without_evaluation(merged, layer)
+    _refuse_unknown_keys(layer.values, Config, "", layer.place)
     try:
         result = OmegaConf.merge(merged, layer.values)
     except OmegaConfBaseException as error:
@@ -256,9 +287,12 @@ def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, 
         key = f"{prefix}{name}"
         if name not in hints:
             raise ConfigError(f"{place}: unknown key {key!r}{_nearest(str(name), section, prefix)}")
+        hint = hints[name]
+        if value is None and type(None) not in get_args(hint):
+            what = "is empty; give it keys" if section_of(hint) else f"is null or empty; expected {type_name(hint)}"
+            raise ConfigError(f"{place}: {key} {what}, or remove it")
         if value is None or str(value).startswith("${"):  # null, or a reference to another key
             continue
-        hint = hints[name]
         _check_type(key, value, hint, place)
         if (below := section_of(hint)) is not None:
             _refuse_unknown_keys(value, below, f"{key}.", place)
@@ -285,6 +319,9 @@ def _check_type(key: str, value: Any, hint: Any, place: str) -> None:
 def _nearest(name: str, section: type, prefix: str) -> str:
     """A suggestion: the same name in another section, else the most similar name here, else in any section."""
     keys = [key for key, _ in schema_keys()]
+    if f"{prefix}{name}" in keys:
+        above, _, last = name.rpartition(".")
+        return f"; write it as a section, {above.replace('.', ': {')}: {{{last}: ...{'}' * (above.count('.') + 1)}"
     siblings = [item.name for item in schema_fields(section)]
     close = [key for key in keys if key.rpartition(".")[2] == name]
     close = close or [f"{prefix}{near}" for near in difflib.get_close_matches(name, siblings, 1)]

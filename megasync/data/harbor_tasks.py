@@ -39,7 +39,7 @@ def harbor_rows(config: DatasetConfig) -> Iterator[Row]:
 
 def task_row(folder: Path) -> Row:
     """The row of a task folder. Raises DataError for one that is incomplete or needs what is not supported."""
-    with raised_as(DataError, f"the Harbor task {folder} cannot be read", of=(OSError, ValueError)):
+    with raised_as(DataError, f"the Harbor task {folder} cannot be read", of=(OSError, ValueError, RecursionError)):
         settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
         instruction = _without_canary((folder / "instruction.md").read_text(encoding="utf-8"))
     agent, verifier, environment = (_table(settings, name, folder) for name in ("agent", "verifier", "environment"))
@@ -59,9 +59,9 @@ def task_row(folder: Path) -> Row:
     columns = {
         "prompt": instruction,
         "task": str(folder.resolve()),
-        "image": environment.get("docker_image"),
+        "image": _text(environment, "docker_image", folder) or None,
         "dockerfile": dockerfile and not environment.get("docker_image"),
-        "workdir": environment.get("workdir") or "",
+        "workdir": _text(environment, "workdir", folder),
         "agent_seconds": _seconds(agent, AGENT_SECONDS, "agent", folder),
         "test_seconds": _seconds(verifier, TEST_SECONDS, "verifier", folder),
         "environment_env": _variables(environment, "environment", folder),
@@ -82,6 +82,13 @@ def _table(settings: Mapping[str, Any], name: str, folder: Path) -> Mapping[str,
     if not isinstance(table, Mapping):
         raise DataError(f"{folder}/task.toml: {name}={table!r} must be a table, [{name}]")
     return table
+
+
+def _text(environment: Mapping[str, Any], name: str, folder: Path) -> str:
+    text = environment.get(name, "")
+    if not isinstance(text, str):
+        raise DataError(f"{folder}/task.toml: environment.{name}={text!r} must be text")
+    return text
 
 
 def _seconds(table: Mapping[str, Any], default: float, name: str, folder: Path) -> float:

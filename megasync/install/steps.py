@@ -53,7 +53,7 @@ class Steps:
         # Whether any step was run.
         self.ran = False
         self._env = env
-        self._live = sys.stdout.isatty()
+        self._live = sys.stdout is not None and sys.stdout.isatty()
         # The locked log, which commands inherit.
         self._held: tuple[int, ...] = ()
 

@@ -25,9 +25,10 @@ from megasync.launch.hosts import Host
 from megasync.launch.launcher import HEAD_PORT, TOKEN_VARIABLE, Job
 from megasync.launch.preemption import UNFINISHED
 from megasync.planning.plan import Plan
-from megasync.planning.run_doctor import PROCESS_BYTES
 
 KUBERAY, KUBERNETES_JOB, SKYPILOT, SLURM = TARGETS = ("kuberay", "job", "skypilot", "slurm")
+# What the processes of a device take beside their tensors: the code of torch, Megatron or SGLang.
+DEVICE_BYTES = 2 * 10**9
 # The checkout in the image, and the user that it runs as (Dockerfile, launch/image.sh).
 IMAGE_FOLDER = "/opt/megasync"
 IMAGE_USER = 10001
@@ -115,7 +116,7 @@ class Deployment:
     @property
     def memory(self) -> str:
         """The memory that the processes of the fullest node take, as a request of Kubernetes."""
-        processes = PROCESS_BYTES * 2 * self.devices
+        processes = DEVICE_BYTES * self.devices
         return f"{-(-(self.plan.host.total + sum(self.plan.cpu_memory.values()) + processes) // 2**30)}Gi"
 
     @property

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from megasync.base.files import bytes_text
 from megasync.config import Config
 from megasync.config.commands import is_served, is_supervised
-from megasync.config.limits import keys_of
+from megasync.config.limits import keys_of, path_problem
 from megasync.config.schema import CriticConfig, DatasetConfig, FrozenModelConfig, ModelConfig
 from megasync.errors import ConfigError
 from megasync.layout.layout import Layout
@@ -73,7 +73,7 @@ class Snapshot:
 
 def is_name(text: str) -> bool:
     """Whether a text is the name of a model on a hub, and not a path."""
-    return _NAME.fullmatch(text) is not None and not Path(text).exists()
+    return _NAME.fullmatch(text) is not None and path_problem(text) is None and not Path(text).exists()
 
 
 def snapshot_of(name: str) -> Snapshot | None:

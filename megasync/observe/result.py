@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from megasync.config import CUSTOM_FILE
+from megasync.config import custom_of
+from megasync.errors import ConfigError
 from megasync.observe.curve import CURVE_FILE
 from megasync.observe.metrics import METRICS_FILE, TENSORBOARD_DIR
 from megasync.observe.samples import SAMPLES_FILE, answers_table, before_and_after, read_answers
@@ -40,9 +40,9 @@ class RunResult:
 def resume_command(run_dir: Path) -> str:
     """How a run is resumed: on the command line, or from Python if it got rows or functions from there."""
     try:
-        custom = json.loads((run_dir / CUSTOM_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        custom = ()
+        custom = custom_of(run_dir)
+    except ConfigError:
+        custom = []
     if not custom:
         return f"megasync resume {shlex.quote(str(run_dir))}"
     return f"AsyncTrainer.resume({str(run_dir)!r}, {', '.join(f'{name}=...' for name in custom)}).train()"

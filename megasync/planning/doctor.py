@@ -240,7 +240,7 @@ def check_ray() -> Iterator[Finding]:
         yield Finding("ray token", OK, "from RAY_AUTH_TOKEN")
         return
     path = ray_token_file(os.environ)
-    if path.is_file():
+    if os.path.isfile(path):
         yield Finding("ray token", OK, str(path))
     elif writable(path.parent):
         yield Finding("ray token", OK, f"will be created at {path}")

@@ -34,8 +34,9 @@ from megasync.planning.memory import checkpoint_bytes
 from megasync.planning.plan import resolve_plan
 from megasync.preflight.check import model_layout, served_context
 
-# What a rank or a server takes beside its tensors: the code of torch, Megatron or SGLang.
-PROCESS_BYTES = 10**9
+# What programs take beside tensors, as measured (docs/teachers.md): a rank; a server, which is four processes; and the
+# driver, Ray and the router.
+RANK_BYTES, SERVER_BYTES, DRIVER_BYTES = 4 * 10**8, 13 * 10**8, 8 * 10**8
 
 # Raises ConfigError or DataError for what a run would refuse; returns what could not be checked on this machine.
 Refuse = Callable[[Config], Sequence[str]]
@@ -119,7 +120,8 @@ def check_cpu_memory(config: Config) -> Iterator[Finding]:
     except ConfigError:  # what is for GPUs only is reported by `check_gpus`
         return
     servers = [plan.rollout, *(model.pool for model in plan.frozen_models)]
-    programs = PROCESS_BYTES * (plan.trainer.spec.slots + sum(pool.spec.slots for pool in servers))
+    programs = DRIVER_BYTES + RANK_BYTES * plan.trainer.spec.slots
+    programs += SERVER_BYTES * sum(pool.spec.slots for pool in servers)
     needed, free = sum(plan.cpu_memory.values()) + programs, psutil.virtual_memory().available
     listed = ", ".join(f"{bytes_text(nbytes)} {key}" for key, nbytes in plan.cpu_memory.items())
     detail = f"about {bytes_text(needed)} needed ({listed}, {bytes_text(programs)} programs), {bytes_text(free)} free"

@@ -15,6 +15,7 @@ import netrc
 import os
 import socket
 from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -787,10 +788,11 @@ def _has_wandb_key() -> bool:
     if any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")):
         return True
     settings = configparser.ConfigParser(interpolation=None)
-    settings.read(Path("~/.config/wandb/settings").expanduser())
+    with suppress(configparser.Error, OSError, UnicodeError):
+        settings.read(os.path.expanduser("~/.config/wandb/settings"))
     configured = settings.get("default", "base_url", fallback=WANDB_HOST)
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or configured).netloc
     try:
-        return netrc.netrc(os.environ.get("NETRC") or Path("~/.netrc").expanduser()).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
+        return netrc.netrc(os.environ.get("NETRC") or os.path.expanduser("~/.netrc")).authenticators(host) is not None
+    except (OSError, UnicodeError, netrc.NetrcParseError):
         return False

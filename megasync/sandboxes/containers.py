@@ -34,6 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from megasync.base.files import home
 from megasync.concurrency.tasks import cancel_and_wait, gather_or_cancel, to_its_end
 from megasync.errors import ConfigError, DataError, SandboxError, raised_as
 from megasync.sandboxes.local import LocalStarter, filled, folder_content
@@ -436,7 +437,7 @@ class ApptainerStarter(LocalStarter):
 
 async def _root_folder(image: str) -> str:
     """The root folder of an image, in the cache. Raises SandboxError with what Apptainer said."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megasync" / "images"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or home() / ".cache") / "megasync" / "images"
     folder = cache / hashlib.sha256(image.encode()).hexdigest()[:16]
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)

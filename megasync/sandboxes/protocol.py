@@ -106,16 +106,21 @@ class Spec:
         for name, value in options.items():
             if name not in known:
                 raise TypeError(f"a sandbox has no option {name!r}; it has {', '.join(known)}")
-            values[name] = tuple(value) if name == "visible" and isinstance(value, Sequence) else value
+            values[name] = value
         for name, value in values.items():
             if name in ("kind", "image", "folder", "url", "key") and not isinstance(value, str | None):
                 raise TypeError(f"{name}={value!r} of a sandbox must be text")
+            if name == "network" and not isinstance(value, bool):
+                raise TypeError(f"network={value!r} of a sandbox must be true or false")
+        visible = values.pop("visible", ())
+        if not isinstance(visible, list | tuple) or not all(isinstance(path, str) for path in visible):
+            raise TypeError(f"visible={visible!r} of a sandbox must be a list of paths, such as [/usr/share]")
         limits = values.pop("limits", {})
         if not isinstance(limits, Mapping):
             raise TypeError(f"limits={limits!r} of a sandbox must be a mapping, such as {{memory_mb: 1024}}")
         merged = {name: getattr(WORK_LIMITS, name) for name in Limits.__slots__} | dict(limits)
         with raised_as(TypeError, "limits of a sandbox", f"it has {', '.join(Limits.__slots__)}", of=TypeError):
-            return cls(**values, limits=Limits(**merged))  # pyright: ignore[reportArgumentType] - checked when it starts
+            return cls(**values, visible=tuple(visible), limits=Limits(**merged))  # pyright: ignore[reportArgumentType] - checked when it starts
 
 
 class Sandbox(Protocol):

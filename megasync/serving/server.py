@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from megasync.base.files import socket_folder
+from megasync.base.files import home, socket_folder
 from megasync.config import SERVICE_FOLDER
 from megasync.config.host import is_loopback, resolve_host, without_proxies
 from megasync.config.pools import engine_devices
@@ -395,7 +395,7 @@ class SGLangServer(Service):
             env[STORAGE_VARIABLE] = json.dumps(storage)
         if self.spec.device != "cpu":
             # The default is the temporary folder, which is removed: every start would compile again.
-            env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "torchinductor"))
+            env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home() / ".cache" / "torchinductor"))
             if self.spec.gpus:
                 env["CUDA_VISIBLE_DEVICES"] = self.spec.gpus
             return env | compiler_environment(env)

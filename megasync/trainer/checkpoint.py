@@ -38,7 +38,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 
 from megasync.base.files import atomic_write, durable_rename, fsync, remove_tree, sweep
 from megasync.device import pin, synchronize, unpin
-from megasync.errors import CheckpointError
+from megasync.errors import CheckpointError, raised_as
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import (
     LAYOUT,
@@ -53,6 +53,7 @@ from megasync.layout.shards import (
     read_layout,
     reading_parts,
     save_written,
+    shard_file,
 )
 from megasync.trainer.collectives import all_agree, first_failure
 
@@ -175,7 +176,25 @@ def read_state(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not (path / MARKER).is_file():
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER} file")
-    return json.loads((path / STATE).read_text())
+    return read_json(path / STATE)
+
+
+def check_readable(path: Path) -> None:
+    """Raises CheckpointError, with the fix, for a complete checkpoint of which a file is missing or damaged.
+
+    Of tensors only headers are read, so this takes seconds, before any process starts.
+    """
+    fix = "put it back, or remove that checkpoint to resume from the one before it"
+    critic = path / CRITIC
+    with raised_as(CheckpointError, f"{path} cannot be resumed from", fix, of=CheckpointError):
+        for folder in (path, critic) if critic.is_dir() else (path,):
+            read_state(folder)
+            layout, _ = read_layout(folder)
+            with ShardFiles(folder) as files:
+                for rank in range(layout.topology.world):
+                    files.shapes(_optimizer_file(rank))
+                    if rank in layout.writers(rank).values():
+                        files.shapes(shard_file(rank))
 
 
 class Saving:

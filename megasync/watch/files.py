@@ -29,6 +29,8 @@ def write_document(document: Document, out: Path | None, name: str, markdown: bo
     Raises DataError if it cannot be written.
     """
     path = Path(f"{name}.md" if markdown else f"{name}.html") if out is None else out
+    if path.is_dir():
+        raise DataError(f"{path} cannot be written: it is a folder; choose another file with --out")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if markdown:

@@ -11,9 +11,10 @@ from megasync.app import run as run_module
 from megasync.app import run_directory
 from megasync.app import supervised as supervised_module
 from megasync.app.async_trainer import AsyncTrainer
+from megasync.app.evaluate import load_target
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
-from megasync.observe.result import RunResult
+from megasync.observe.result import RunResult, resume_command
 from megasync.observe.state_file import RunState, write_state
 from megasync.trainer.checkpoint import MARKER, step_path
 
@@ -68,6 +69,19 @@ def test_a_finished_run_goes_on_when_its_goal_moves(
     finished(run_dir, config)
     AsyncTrainer.resume(run_dir, [f"schedule.total_steps={config.schedule.total_steps + 1}"]).train()
     assert len(executed) == 1
+
+
+@pytest.mark.parametrize("content", ["3", "null", "[1]", '"reward"', "{", "[" * 100_000, b"\xff"], ids=range(7))
+def test_what_a_run_got_from_python_is_refused_where_it_cannot_be_read(
+    config: Config, tmp_path: Path, content: str | bytes
+) -> None:
+    run_dir = tmp_path / "run"
+    finished(run_dir, config)
+    (run_dir / CUSTOM_FILE).write_bytes(content if isinstance(content, bytes) else content.encode())
+    for read in (AsyncTrainer.resume, lambda run_dir: load_target(run_dir, [])):
+        with pytest.raises(ConfigError, match="custom.json cannot be read: .*write \\[\\] into it"):
+            read(run_dir)
+    assert resume_command(run_dir).startswith("megasync resume")
 
 
 @pytest.mark.parametrize("status", ["stopped", "failed", "running", "starting"])

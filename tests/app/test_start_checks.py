@@ -5,10 +5,12 @@ import itertools
 import json
 import shutil
 import sys
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
 import pytest
+from mutations import SEEDS, try_mutations
 from word_model import make_word_model
 
 from megasync.app import async_trainer, start_checks, supervised
@@ -248,3 +250,116 @@ def test_the_commands_run_these_checks(monkeypatch, tmp_path, capsys, command):
     with pytest.raises(SystemExit) as ended:
         commands.main()
     assert ended.value.code != 0 and "refused" in "".join(capsys.readouterr())
+
+
+# Each named section has an entry, which the list of all keys of the schema cannot have.
+WHOLE = {
+    "a chat": {
+        "data": {
+            "prompt": {"format": "chat", "system": "yes", "max_tokens": 64, "template": "{prompt}", "examples": 0},
+            "columns": {"prompt": "prompt", "answer": "answer"},
+            "sets": {"one": {"weight": 1.0}, "two": {"weight": 2.0}},
+        },
+        "eval": {"every_steps": 2, "samples": 1, "temperatures": [0.0, 1.0], "repeats": 2, "sets": {"more": {}}},
+        "rollout": {
+            "sampling": {"max_new_tokens": 4, "stop": ["yes"], "temperature": 1.0, "top_k": 8},
+            "rewards": {"math": {"weight": 0.5}, "own": {"function": "users_module:length", "weight": 1}},
+            "chat": {"tool_format": "hermes", "template_options": {"enable_thinking": False}},
+            "server_args": {"--log-level": "info"},
+        },
+        "trainer": {"lora": {"rank": 2, "targets": ["o_proj"]}, "megatron": {}},
+        "observe": {"samples": 2},
+    },
+    "tools": {
+        "data": {"prompt": {"format": "chat", "max_tokens": 64}},
+        "rollout": {
+            "sampling": {"max_new_tokens": 4},
+            "chat": {"tool_format": "hermes"},
+            "tools": {
+                "functions": ["users_module:add"],
+                "mcp": {
+                    "files": {
+                        **{"command": ["python", "files.py"], "environment": {"A": "b"}, "tools": ["read"]},
+                        **{"prefix": "f_", "pool": 2, "shared": False},
+                    },
+                    "web": {"url": "http://127.0.0.1:9/mcp", "headers": {"Authorization": "Bearer x"}, "shared": True},
+                },
+            },
+        },
+    },
+    "an environment": {
+        "data": {"prompt": {"format": "chat", "max_tokens": 64}},
+        "rollout": {
+            "sampling": {"max_new_tokens": 4},
+            "environment": {"kind": "harbor", "options": {"sandbox": {"kind": "process", "limits": {"memory_mb": 64}}}},
+        },
+    },
+    "other models": {
+        "teachers": {
+            "large": {"sources": ["one"], "servers": 1, "mem_fraction": 0.1, "server_args": {"--log-level": "info"}}
+        },
+        "auxiliary_models": {"helper": {"servers": 1, "pool": "own", "mem_fraction": 0.1}},
+        "algorithm": {"teacher_coef": 0.5, "advantage_options": {}, "loss_options": {}},
+    },
+    "supervised": {
+        "sft": {"epochs": 2, "rows_per_step": 1, "max_tokens": 32, "validate_every_steps": 1},
+        "trainer": {"optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "warmup_steps": 0}},
+    },
+}
+
+
+def whole(kind: str, model: Path, rows: str) -> dict:
+    """The configuration as a mapping. `rows` is a file."""
+    values = json.loads(json.dumps(WHOLE[kind])) | {
+        "model": {"path": str(model), "dtype": "float32"},
+        "cluster": {"device": "cpu"},
+        "schedule": {"total_steps": 4, "groups_per_step": 2, "samples_per_group": 2, "stop_at_score": None},
+        "checkpoint": {"every_steps": 2},
+    }
+    dataset, data = {"kind": "jsonl", "source": rows, "size": 2}, values.setdefault("data", {})
+    values["eval"] = {"samples": 1} | values.get("eval", {})
+    data["eval"] = dict(dataset)
+    for each in (*data.get("sets", {}).values(), *values.get("eval", {}).get("sets", {}).values()):
+        each["data"] = dict(dataset)
+    if kind == "supervised":
+        values["sft"] |= {"train": dict(dataset), "validation": dict(dataset)}
+    elif "sets" not in data:
+        data["train"] = dict(dataset)
+    for section in ("teachers", "auxiliary_models"):
+        for each in values.get(section, {}).values():
+            each["path"] = str(model)
+    return values
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("kind", WHOLE)
+def test_any_change_of_a_configuration_is_refused_alike_or_begins(make, model, tmp_path, seeds, kind):
+    """Train, doctor and plan; a plan may leave out what is on another machine."""
+    make()
+    if kind == "tools":
+        pytest.importorskip("mcp")
+    (file := tmp_path / "some.jsonl").write_text('{"prompt": "yes", "answer": "no", "data_source": "one"}\n' * 2)
+    sound = whole(kind, model, str(file)) | {"run_root": str(tmp_path / "runs")}
+
+    def read(values: dict) -> None:
+        config = load_config(values)
+        said = outcome(check_run, config)
+        assert said == outcome(train, config)
+        check_run(config, planning=True)
+        if said:
+            raise MegasyncError(said)
+
+    read(sound)
+    refused = try_mutations(read, sound, seeds, MegasyncError)
+    assert 0 < refused < len(seeds)
+
+
+def outcome(check, config: Config) -> str:
+    """The refusal; "" if the run would begin."""
+    try:
+        check(deepcopy(config))
+    except MegasyncError as error:
+        return f"{type(error).__name__}: {error}"
+    except AssertionError as error:
+        assert str(error) == "a run begins"
+    return ""

@@ -22,8 +22,10 @@ from megasync.base.files import (
     durable_rename,
     fsync,
     fsync_tree,
+    home,
     leaves_room_for_sockets,
     ray_environment,
+    ray_token,
     read_object,
     socket_folder,
 )
@@ -323,6 +325,20 @@ def test_sockets_go_to_a_short_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tempfile, "tempdir", str(long))
     assert socket_folder() == "/tmp"
     assert not leaves_room_for_sockets(str(long))
+
+
+def test_a_user_without_a_home_gets_a_token_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As containers run under any number."""
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert home("/nowhere") == Path("/nowhere")
+    monkeypatch.setattr(files, "writable", lambda folder: folder != Path("/.ray"))
+    assert len(ray_token({})["RAY_AUTH_TOKEN"]) == 64
+    assert ray_token({"RAY_AUTH_TOKEN_PATH": "/tmp/x/token"}) == {}
 
 
 def test_without_a_short_folder_sockets_stay_where_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """The command line: fast help, one message per error, and results with their paths."""
 
+import errno
 import importlib.util
+import io
 import os
 import pydoc
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from made_runs import make_run
 from typer.testing import CliRunner
 
 import megasync
@@ -314,6 +317,54 @@ def test_install_hands_over_to_this_environments_python(here, monkeypatch, tmp_p
     status, _, err = here("install", "nonesuch")
     assert status == 2 and "'nonesuch' cannot be installed; name one of: " in err and " cpu " in err
     assert len(became) == 1
+
+
+@pytest.mark.parametrize("command", [["plan"], ["resume"], ["report"], ["export"], ["files"], ["init"], ["trace"]])
+@pytest.mark.parametrize("path", ["x" * 300, "loop", "gr\udcff"])
+def test_a_path_that_no_file_can_have_is_refused_by_every_command(here, monkeypatch, tmp_path, command, path):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    status, _, err = here(*command, path, *(["out"] if command == ["export"] else []))
+    assert status == 2 and "is not a usable path: " in err and not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["compare", "a", "b", "--threshold", "nan"], ["launch", "a.yaml", "--hosts", "a", "--wait", "inf"]]
+)
+def test_an_option_that_is_no_number_is_refused(here, arguments):
+    status, _, err = here(*arguments)
+    assert status == 2 and f"{arguments[-2]}={arguments[-1]} must be a finite number" in err
+
+
+def test_a_working_directory_that_was_removed_is_said(here, monkeypatch, tmp_path):
+    def gone():
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(os, "getcwd", gone)
+    status, _, err = here("plan", "run.yaml")
+    assert status == 2 and "the working directory cannot be entered" in err and "cd to another one" in err
+
+
+@pytest.mark.parametrize(("number", "status", "said"), [(errno.EPIPE, 0, ""), (errno.ENOSPC, 2, "free some space")])
+def test_output_that_nobody_takes_is_no_traceback(here, monkeypatch, number, status, said):
+    """As of `| head`, which ends first, and of a full disk."""
+    stdout = sys.stdout
+
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    ended, _, err = here("plan", "configs/qwen3_8b_math.yaml")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert ended == status and said in err and "Traceback" not in err and "some code" not in err
+
+
+@pytest.mark.parametrize("markdown", [[], ["--markdown"]])
+def test_a_report_is_no_folder(here, tmp_path, markdown):
+    run_dir = make_run(tmp_path, steps=2)
+    status, _, err = here("report", run_dir, *markdown, "--out", ".")
+    assert status == 2 and "it is a folder; choose another file with --out" in err
 
 
 def test_files_says_where_the_shipped_files_are_and_copies_them(here, tmp_path):

@@ -141,6 +141,36 @@ def test_a_wrong_type_names_key_value_and_expected_type(override, parts):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 010\n", "YAML reads 010 as 8, a number in base 8"),
+        ("trainer: {optimizer: {betas: [0_7, 1]}}\n", "YAML reads 0_7 as 7"),
+        ("cluster: {address: 10:30}\n", "YAML reads 10:30 as 630, a number in base 60"),
+        ("trainer:\n", "trainer is empty; give it keys, or remove it"),
+        ("run_root: ~\n", "run_root is null or empty; expected text, or remove it"),
+        ("rollout: {rewards: }\n", "rollout.rewards is null or empty"),
+        (
+            "schedule.total_steps: 5\n",
+            "unknown key 'schedule.total_steps'; write it as a section, schedule: {total_steps",
+        ),
+        ("trainer.optimizer.lr: 5\n", "write it as a section, trainer: {optimizer: {lr: ...}}"),
+    ],
+)
+def test_what_yaml_reads_otherwise_than_people_is_refused(tmp_path, text, said):
+    assert said in refused(write(tmp_path / "run.yaml", f"model: {{path: m}}\n{text}"))
+
+
+@pytest.mark.parametrize("value", ["0", "-0", "0.7", "08", "0x10", "1_000", "'010'"])
+def test_numbers_that_people_read_alike_are_taken(tmp_path, value):
+    write(tmp_path / "run.yaml", f"model: {{path: m}}\nrollout: {{workflow_options: {{a: {value}}}}}\n")
+    load_config(tmp_path / "run.yaml", [f"rollout.workflow_options.b={value}"])
+
+
+def test_an_override_is_read_as_a_file_is():
+    assert "YAML reads 010 as 8" in refused(MODEL, "seed=010")
+
+
 @pytest.mark.parametrize("override", ["trainer", "=3", " a=1", "--servers 2", ""])
 def test_an_override_without_a_value_is_refused_with_an_example(override):
     assert "key=value" in refused(MODEL, override)

@@ -1,11 +1,13 @@
 """Harbor tasks: their folders as rows, and their tests as the reward of what an agent leaves in a sandbox."""
 
 import asyncio
+import json
 import os
 from types import SimpleNamespace
 
 import pytest
 from containers import image, output
+from mutations import SEEDS, try_mutations
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.datasets import load_dataset
@@ -78,6 +80,9 @@ def test_a_split_is_a_subfolder_with_its_name(make, tmp_path):
         ({"toml": "[environment]\nos = 'windows'"}, "os=windows"),
         ({"toml": "[verifier]\nenvironment_mode = 'separate'"}, "environment of its own for the tests"),
         ({"toml": "[verifier]\nenv = {KEY = '${OPENAI_API_KEY}'}"}, "variable of this machine, which no sandbox"),
+        ({"toml": "[environment]\nworkdir = 5"}, "environment.workdir=5 must be text"),
+        ({"toml": "[environment]\ndocker_image = ['a']"}, "docker_image=.* must be text"),
+        ({"toml": "a = " + "[" * 3000}, "cannot be read"),
         ({"environment/docker-compose.yaml": ""}, "several containers"),
     ],
 )
@@ -85,6 +90,46 @@ def test_a_task_that_is_not_supported_is_refused_before_the_run(make, changed, p
     folder = make(**changed)
     with pytest.raises(DataError, match=problem):
         row_of(folder)
+
+
+SETTINGS = {
+    "version": "1.0",
+    "metadata": {"author": "a", "tags": ["a"]},
+    "agent": {"timeout_sec": 120.0},
+    "verifier": {"timeout_sec": 60, "env": {"EXPECTED": "42"}, "environment_mode": "shared"},
+    "environment": {"docker_image": "i", "workdir": "/w", "cpus": 1, "env": {"A": "b"}, "os": "linux"},
+}
+
+
+def toml(value) -> str:
+    """A value as TOML, which has no null."""
+    match value:
+        case dict():
+            return f"{{{', '.join(f'{json.dumps(str(key))} = {toml(entry)}' for key, entry in value.items())}}}"
+        case list():
+            return f"[{', '.join(map(toml, value))}]"
+        case bool() | int() | str() | None:
+            return json.dumps("" if value is None else value)
+    return str(value)
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_a_changed_task_is_refused_or_a_row_of_the_types_that_a_run_takes(make, seeds):
+    folder = make()
+
+    def read(content):
+        (folder / "task.toml").write_bytes(content)
+        row = row_of(folder)
+        assert isinstance(row["workdir"], str) and isinstance(row["image"], str | None)
+        assert all(isinstance(text, str) for text in (*row["environment_env"].values(), *row["test_env"].values()))
+        json.dumps(dict(row.items()), allow_nan=False).encode()
+
+    def read_settings(settings):
+        read("\n".join(f"{json.dumps(str(key))} = {toml(value)}" for key, value in settings.items()).encode())
+
+    for read_any, sound in ((read_settings, SETTINGS), (read, TOML.encode())):
+        read_any(sound)
+        assert 0 < try_mutations(read_any, sound, seeds, DataError) < len(seeds)
 
 
 def test_a_task_without_tests_is_refused(make):

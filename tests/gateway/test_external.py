@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from gateway_rig import HI, openai
+from mutations import SEEDS, mutated
 from passing_time import pass_time
 from waits import until
 
@@ -150,6 +152,23 @@ async def test_a_bad_claim_is_refused_and_takes_no_sample(outside, body):
     outside.offer()
     assert (await outside.http.post("/sessions", content=body)).status_code == 400
     await outside.claim()
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+async def test_no_change_of_a_claim_or_a_close_is_an_internal_error(outside, seeds):
+    for seed in seeds:
+        chance, _ = random.Random(seed), outside.offer(n=seed)
+        claim = json.dumps(mutated({"wait": 0.0}, chance)).encode()
+        answer = await outside.http.post("/sessions", content=claim)
+        assert answer.status_code in (200, 400), f"seed {seed}: {claim!r}"
+        session = answer.json() if answer.status_code == 200 else await outside.claim()
+        await outside.say(session)
+        close = json.dumps(mutated({"reward": 0.5, "metrics": {"a": 1, "b": 0.5}}, chance)).encode()
+        status = (await outside.http.post(f"/sessions/{session['id']}/reward", content=close)).status_code
+        assert status in (200, 400), f"seed {seed}: {close!r}"
+        if status == 400:
+            assert (await outside.close(session, reward=0)).status_code == 200
+        await outside.samples[-1]
 
 
 async def test_a_claim_waits_for_a_sample_and_is_answered_without_one_after_its_wait(outside):

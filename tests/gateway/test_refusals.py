@@ -14,6 +14,7 @@ import openai as package
 import pytest
 from fake_sglang import Break, refuse
 from gateway_rig import HI, openai
+from mutations import mutated
 from tiny_models import byte_tokenizer
 
 from megasync.config.schema import ChatConfig
@@ -99,10 +100,6 @@ async def test_arguments_of_any_text_may_stand_in_the_history(rig, arguments):
     assert (status, answer["choices"][0]["message"]["content"]) == (200, "fine")
 
 
-# One change of a sound request each.
-SPOILERS = (None, 3, -1, 10**30, 1e308, True, "", "\u00e9", [], {}, [[]], {"\u00e9": None}, "x" * 999)
-
-
 # A sound request to each door.
 SCHEMA = ADD["function"]["parameters"]
 SOUND: dict[str, Any] = {
@@ -153,27 +150,6 @@ DOORS = [*SOUND]
 RESULT = {"type": "tool_result", "tool_use_id": "x"}
 
 
-def spoiled(chance: random.Random, path: str) -> bytes:
-    """A sound request in which one value anywhere is replaced, removed or repeated."""
-    body = json.loads(json.dumps(SOUND[path]))
-    place: Any = body
-    while True:
-        key = chance.choice(list(place) if isinstance(place, dict) else range(len(place)))
-        if not (isinstance(place[key], dict | list) and place[key]) or chance.random() < 0.2:
-            break
-        place = place[key]
-    match chance.randrange(3):
-        case 0:
-            place[key] = chance.choice(SPOILERS)
-        case 1:
-            del place[key]
-        case _ if isinstance(place, dict):
-            place[chance.choice(["x", "content", "name", "reasoning"])] = place[key]
-        case _:
-            place.append(place[key])
-    return json.dumps(body, ensure_ascii=chance.random() < 0.5).encode()
-
-
 @pytest.mark.parametrize("path", DOORS)
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 30))])
 async def test_no_change_of_a_request_is_an_internal_error(make_rig, seed, path):
@@ -181,7 +157,10 @@ async def test_no_change_of_a_request_is_an_internal_error(make_rig, seed, path)
         rig.gateway.sampling = "request"
         rig.write(*["x"] * 150)
         chance = random.Random(seed)
-        bodies = [spoiled(chance, path) for _ in range(150)]
+        bodies = [
+            json.dumps(mutated(SOUND[path], chance), ensure_ascii=chance.random() < 0.5).encode(errors="surrogatepass")
+            for _ in range(150)
+        ]
         answers = await send(rig, *bodies, path=path)
         wrong = [pair for pair in zip(bodies, answers, strict=True) if pair[1][0] not in (200, 400)]
         assert not wrong, wrong[0]

@@ -114,7 +114,7 @@ def test_a_supervised_run_is_examined_as_one(examine, tmp_path):
 
 def test_less_memory_than_the_pools_need_is_a_warning(examine, model, monkeypatch):
     teacher = f"teachers.one={{path: {model}}}"
-    monkeypatch.setattr(run_doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=55 * 10**8))
+    monkeypatch.setattr(run_doctor.psutil, "virtual_memory", lambda: SimpleNamespace(available=6 * 10**9))
     (finding,) = examine(teacher)
     assert (finding.subject, finding.status) == ("run memory", WARNING)
     assert "1.1 GB teachers.one" in finding.detail and "max_total_tokens" in finding.fix

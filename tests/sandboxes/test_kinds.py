@@ -12,6 +12,7 @@ import tarfile
 
 import pytest
 from containers import image, output
+from mutations import SEEDS, try_mutations
 from processes import family
 from waits import until
 
@@ -257,6 +258,9 @@ async def test_a_root_folder_is_an_image(kind, monkeypatch, tmp_path):
         ({"kind": 5}, "kind=5 of a sandbox must be text"),
         ({"image": "python:3.12"}, "is not a root folder"),
         ({"folder": "/nowhere"}, "is not a folder of this machine"),
+        ({"visible": "/usr"}, "visible='/usr' of a sandbox must be a list of paths"),
+        ({"visible": [3]}, "must be a list of paths"),
+        ({"network": "no"}, "network='no' of a sandbox must be true or false"),
         ({"visible": ["/nowhere"]}, "must be an absolute path that exists"),
         ({"image": "/", "visible": ["/usr/share"]}, "the image has a folder of that name"),
         ({"kind": "remote", "url": "http://x", "key": "k", "network": True}, "are those of its server"),
@@ -266,6 +270,18 @@ def test_a_wrong_option_is_refused(options, problem, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ConfigError, match=problem):
         starter_of(options)
+
+
+OPTIONS = {
+    **{"kind": "process", "image": None, "folder": None, "visible": ["/usr"], "network": False, "url": None},
+    "limits": {"cpu_seconds": 4, "wall_seconds": 10.0, "memory_mb": 512, "disk_mb": 64, "files": 9, "processes": 64},
+}
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_any_options_are_taken_or_refused(seeds):
+    starter_of(OPTIONS)
+    assert try_mutations(starter_of, OPTIONS, seeds, ConfigError)
 
 
 async def test_a_pool_hands_out_each_sandbox_once_and_keeps_itself_full(monkeypatch, tmp_path):

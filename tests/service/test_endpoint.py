@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import random
 import tarfile
 
 import numpy as np
@@ -15,6 +16,8 @@ pytest.importorskip("tinker")
 pytestmark = pytest.mark.extra
 
 from endpoint_rig import KEYS, serving  # noqa: E402
+from google.protobuf import json_format  # noqa: E402
+from mutations import SEEDS, mutated  # noqa: E402
 from tinker import types  # noqa: E402
 from tinker.proto.request_conv import forward_backward_request_to_proto  # noqa: E402
 from tinker.proto.response_conv import deserialize_sample_response  # noqa: E402
@@ -196,6 +199,86 @@ async def test_a_published_checkpoint_is_everyones_to_read_and_its_owners_to_cha
 async def test_what_is_wrong_is_said(rig, path, body, status, words):
     answered, answer = await rig.ask(path, body)
     assert answered == status and words in answer["detail"]
+
+
+LISTS = ("sessions", "training_runs", "checkpoints", "get_server_capabilities")
+
+
+def sound_requests(session: str, model: str, sampler: str, path: str) -> list[tuple[str, str, object]]:
+    """(method, path, JSON) of each route that reads a body."""
+    checkpoint = f"training_runs/{model}/checkpoints/weights/{path.rpartition('/')[2]}"
+    named = {"model_id": model, "seq_id": 3}
+    dense = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
+    extra = {"topk_sample_logprobs": 1, "prompt_logprobs": True, "target_prompt_logprobs": dense}
+    params = {"max_tokens": 2, "seed": 1, "stop": ["a"], "temperature": 0.5, "top_k": 3, "top_p": 0.5}
+    posts: dict[str, object] = {
+        "create_session": {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0", "display_name": "n"},
+        "session_heartbeat": {"session_id": session},
+        "create_model": {
+            **{"session_id": session, "model_seq_id": 1, "base_model": "tiny", "user_metadata": {"a": "b"}},
+            "lora_config": {"rank": 4, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": True},
+        },
+        "get_info": {"model_id": model},
+        "unload_model": named,
+        "optim_step": named | {"adam_params": {"learning_rate": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}},
+        "save_weights": named | {"path": "p", "ttl_seconds": 9, "user_metadata": {"a": "b"}},
+        "save_weights_for_sampler": named | {"path": "p", "ttl_seconds": 9},
+        "load_weights": named | {"path": path, "optimizer": False},
+        "create_sampling_session": {
+            **{"session_id": session, "sampling_session_seq_id": 1, "base_model": "tiny"},
+        },
+        "join_sampling_session": {"sampling_session_id": sampler},
+        "asample": sample(sampler, 1, num_samples=2, sampling_params=params, **extra),
+        "retrieve_future": {"request_id": "x"},
+        "retrieve_futures": {"target": {"sampling_session_id": sampler}, "prev_cursor": 0, "timeout": 0.0},
+        "cancel_future": {"request_id": "x"},
+        "weights_info": {"tinker_path": path},
+        f"sessions/{session}/finish": {"reason": {"type": "success"}, "detail": "d"},
+        f"{checkpoint}/publish": {},
+        "telemetry": {"events": [{"a": 1}]},
+    }
+    return [("POST", *pair) for pair in posts.items()] + [("PUT", f"{checkpoint}/ttl", {"ttl_seconds": 60})]
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+async def test_no_change_of_a_body_is_an_internal_error_or_spoils_a_list(tmp_path, monkeypatch, seeds):
+    """Of JSON and, as `forward_backward` takes it, of protobuf."""
+    async with serving(tmp_path) as rig:
+        session, statuses = await session_of(rig), set()
+        model, sampler = await model_of(rig, session), await sampler_of(rig, session)
+        path = (await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"}))["path"]
+        monkeypatch.setattr(module, "_POLL_SECONDS", 0.0)
+        sound = sound_requests(session, model, sampler, path)
+        message = type(pb := forward_backward_request_to_proto(request_of_pass(model)))
+        data = json_format.MessageToDict(pb, preserving_proto_field_name=True)
+        for seed in seeds:
+            chance = random.Random(seed)
+            for method, route, body in sound:
+                if route.endswith("/finish"):
+                    session = await session_of(rig)
+                    route = f"sessions/{session}/finish"
+                changed = mutated(body, chance) if body else {}
+                sent = json.dumps(changed, ensure_ascii=chance.random() < 0.5).encode(errors="surrogatepass")
+                status, answer = await rig.ask(route, sent, method=method)
+                assert status < 500, f"seed {seed}, {route} {changed}: {answer}"
+                statuses.add(status)
+            try:
+                sent = json_format.ParseDict(mutated(data, chance), message()).SerializeToString()
+            except (json_format.ParseError, ValueError, TypeError, AttributeError, SystemError):
+                sent = mutated(pb.SerializeToString(), chance)
+            status, answer = await rig.ask("forward_backward", sent)
+            assert status < 500, f"seed {seed}, forward_backward {sent!r}: {answer}"
+            for name in LISTS:
+                status, answer = await rig.ask(name)
+                assert status == 200, f"seed {seed}, {name}: {answer}"
+        assert {200, 400} <= statuses
+
+
+def request_of_pass(model):
+    inputs = {"target_tokens": np.array([2, 3, 4]), "weights": np.ones(3, np.float32)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
+    given = types.ForwardBackwardInput(data=[datum], loss_fn="ppo", loss_fn_config={"kl_coeff": 0.5})
+    return types.ForwardBackwardRequest(forward_backward_input=given, model_id=model, seq_id=2)
 
 
 async def test_a_body_is_bounded_before_and_after_its_decompression(tmp_path):

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sound_config import TINY
 
 from megasync.config.schema import AlgorithmConfig
 from megasync.errors import CheckpointError
 from megasync.layout import shards
-from megasync.layout.layout import Box
+from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import ShardFiles, layout_of, reading_parts
+from megasync.layout.topology import Topology
 from megasync.trainer import checkpoint
 
 # World -> name -> (model, dtype, trainer options).
@@ -206,6 +208,24 @@ def test_a_failed_save_and_what_cannot_be_loaded_are_refused_on_every_rank(run_r
         assert "already exists" in rank["existing"]
         assert "its dtype is float32, but this run's is bfloat16" in rank["layout"]
         assert "is not a complete checkpoint" in rank["absent"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-9])])
+def test_what_is_missing_or_damaged_is_named_before_a_run_resumes(tmp_path, damage):
+    path, layout = whole(tmp_path, 3), Layout(TINY, Topology(tensor=2))
+    (path / shards.LAYOUT).write_text(json.dumps(shards.describe(layout, "float32")))
+    for rank in range(2):
+        for kind in ("model", "optimizer"):
+            save_file({"w": torch.ones(9)}, path / f"{kind}-{rank:05d}.safetensors")
+    checkpoint.check_readable(path)
+    for file in [*path.iterdir()]:
+        if file.name == checkpoint.MARKER:
+            continue
+        sound = file.read_bytes()
+        damage(file)
+        with pytest.raises(CheckpointError, match=f"cannot be resumed from: .*{file.name}.*remove that checkpoint"):
+            checkpoint.check_readable(path)
+        file.write_bytes(sound)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import SEEDS, try_mutations
 
 from megasync.config import load_config
 from megasync.config.limits import check_limits
@@ -512,6 +513,21 @@ def test_any_options_are_translated_or_said_and_accepted(source, tmp_path, data)
     leaves = {name for name in given if name in said or "." in name}
     assert leaves | said >= {name for name in given if "." not in name}
     assert report(translation).startswith(f"# Translated from {source}")
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("source", FILES)
+def test_a_damaged_file_is_translated_or_refused(source, tmp_path, seeds):
+    name, text = FILES[source]
+    path = tmp_path / name
+
+    def read(content):
+        path.write_bytes(content)
+        translation = translate(source, path)
+        load_config(translation.config, ["model.path=none"], unset=True)
+        report(translation)
+
+    try_mutations(read, text.encode(), seeds, ConfigError)
 
 
 def test_nothing_of_a_script_is_run(made, tmp_path):

@@ -6,11 +6,12 @@ import json
 import os
 import random
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from made_runs import make_run
+from mutations import SEEDS, mutated
 
 from megasync.observe import growing_file
 from megasync.observe.growing_file import GrowingFile
@@ -148,25 +149,7 @@ def test_a_file_beyond_the_limit_is_read_up_to_it(tmp_path, monkeypatch):
     assert set(read) == {b"line"} and len(read) < 40 and file.full and not file.torn()
 
 
-def mutated(data: bytes, chance: random.Random) -> bytes:
-    """The data with one change of the kinds that disks and people make."""
-    at, other = (chance.randrange(len(data) + 1) for _ in range(2))
-    low, high = min(at, other), max(at, other)
-    odd = chance.choice(
-        [b"\x00", b"\xff", b"[" * 2000, b"{", b'"', b"\n", b"null", b"1e999", b"-", b"9" * 500, b"&a *a"]
-    )
-    return chance.choice(
-        [
-            data[:low],
-            data[:low] + odd + data[low:],
-            data[:low] + odd + data[high:],
-            data[:high] + data[low:high] + data[high:],
-            data[:low] + data[high:],
-        ]
-    )
-
-
-def read_mutations(folder: Path, seeds: range) -> None:
+def read_mutations(folder: Path, seeds: Iterable[int]) -> None:
     run_dir = make_run(folder, steps=5)
     whole = {name: (run_dir / name).read_bytes() for name in FILES if (run_dir / name).is_file()}
     for seed in seeds:
@@ -180,11 +163,6 @@ def read_mutations(folder: Path, seeds: range) -> None:
         (run_dir / name).write_bytes(whole[name])
 
 
-def test_changed_files_are_reported_on(tmp_path):
-    read_mutations(tmp_path, range(10))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_many_changed_files_are_reported_on(tmp_path):
-    read_mutations(tmp_path, range(10, 1000))
+@pytest.mark.parametrize("seeds", SEEDS)
+def test_changed_files_are_reported_on(tmp_path, seeds):
+    read_mutations(tmp_path, seeds)
