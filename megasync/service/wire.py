@@ -11,6 +11,7 @@ The client's own modules, of the extra `serve`, say what a message contains. Onl
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -65,6 +66,7 @@ except ImportError as error:
 
 Wire = TypeVar("Wire", bound=BaseModel)
 
+_ADDRESS = re.compile(r"https?://[^/\s]+")
 # Which sampled sequence of the datum each target is of, from the spans of a datum; see `Datum`.
 SEQUENCE = "sampled_sequence"
 # Data of one request, and parts of all of them together: chunks, inputs and spans. The client sends up to 1,024 data.
@@ -653,7 +655,8 @@ def _json(outcome: Outcome) -> dict[str, Any]:
         case Saved():
             return _present(path=outcome.path, sampling_session_id=outcome.sampler)
         case Failed():
-            return {"error": outcome.message, "category": outcome.category}
+            # Tenants are not told where the servers are; the log is.
+            return {"error": _ADDRESS.sub("a server", outcome.message), "category": outcome.category}
         case PassResult():
             return {
                 "loss_fn_output_type": "ArrayRecord",
