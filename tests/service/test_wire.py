@@ -576,7 +576,7 @@ def test_a_body_that_is_no_json_object_is_refused(body):
         wire.read_json(body)
 
 
-def test_a_client_is_not_told_where_the_servers_are():
+def test_a_client_is_not_told_where_servers_are():
     outcome = Failed("POST http://10.0.0.7:31000/generate: status 400: top_p must be in (0, 1]; see https://[::1]:8/x")
     said = json.loads(wire.write_json(outcome))["error"]
     assert said == "POST a server/generate: status 400: top_p must be in (0, 1]; see a server/x"
