@@ -218,6 +218,7 @@ class SupervisedRun(AnyRun):
                     with observer.running():
                         await self._train(trainer, checkpoints, observer)
                     # A stop that is requested later, during an export, has nothing left to stop.
+                    self._stop.set()
                     observer.stopped, observer.finished = self._reason, not self._reason
                 finally:
                     await checkpoints.exported()
