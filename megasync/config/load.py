@@ -300,6 +300,11 @@ def _refuse_unknown_keys(values: Mapping[Any, Any], section: type, prefix: str, 
             for entry_name, entry_values in value.items():
                 _check_type(f"{key}.{entry_name}", entry_values, entry, place)
                 _refuse_unknown_keys(entry_values, entry, f"{key}.{entry_name}.", place)
+        elif get_origin(hint) is dict and (plain := get_args(hint)[1]) is not Any:
+            for entry_name, entry_value in value.items():
+                if entry_value is None:
+                    raise ConfigError(f"{place}: {key}.{entry_name} is null or empty; give it a value, or remove it")
+                _check_type(f"{key}.{entry_name}", entry_value, plain, place)
 
 
 def _check_type(key: str, value: Any, hint: Any, place: str) -> None:

@@ -132,6 +132,10 @@ def test_an_unknown_key_without_suggestion_lists_the_keys_of_the_section():
         ("rollout.server_args=[1]", ("rollout.server_args=[1]", "key: value")),
         ("model.path=null", ("model.path", "text")),
         ("eval.sets.hard.temperatures=0", ("eval.sets.hard.temperatures=0", "list")),
+        ("data.columns.answer=[a]", ("data.columns.answer=['a']", "text")),
+        ("data.columns.answer=true", ("data.columns.answer=True", "quote it")),
+        ("data.columns.answer=null", ("data.columns.answer", "null or empty")),
+        ("rollout.tools.mcp.search.headers.Key={a: 1}", ("rollout.tools.mcp.search.headers.Key={'a': 1}", "text")),
     ],
 )
 def test_a_wrong_type_names_key_value_and_expected_type(override, parts):
