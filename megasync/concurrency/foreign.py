@@ -306,7 +306,7 @@ class _Guarded(Coroutine[Any, Any, Any]):
 
 
 def _shared() -> tuple[int, int, list[Any]]:
-    """What may break all code of the process: the recursion limit, the level of logging, warnings that are errors."""
+    """Returns what may break all code of the process: recursion limit, disabled logging, warnings that are errors."""
     errors = [each for each in warnings.filters if each[0] == "error"]
     return sys.getrecursionlimit(), logging.root.manager.disable, errors
 
