@@ -10,6 +10,10 @@ Invariants:
 - Outcomes and changes of records are written in the order in which they were made, so the file always holds a
   beginning of the history. A full disk stops that queue until there is room: `writable` tells the makers to wait.
 - A request that cannot be recorded is refused, and fails no other.
+- Nothing that was recorded is lost unnoticed. Each transaction counts itself in the file and, once it is on disk, in
+  `service.mark`, which also has the file's random identity. A file that is behind its mark or of another identity (its
+  write-ahead log was deleted, it is an older copy, or another run's) is refused. The mark itself is not flushed: a
+  power loss may leave it behind the file, which is no error.
 
 Writes of all tasks go to one thread, which writes what has come meanwhile in one transaction, with one flush.
 
@@ -21,9 +25,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import secrets
 import sqlite3
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,6 +38,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from megasync.base.files import atomic_write
 from megasync.concurrency.batches import Batches, Run
 from megasync.errors import DataError, LedgerError
 from megasync.service.encoding import decode, encode
@@ -42,6 +50,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE = "service.db"
+MARK_FILE = "service.mark"
 # Identifies the file among SQLite files: "mgsv".
 APPLICATION_ID = 0x6D677376
 SCHEMA_VERSION = 1
@@ -97,6 +106,7 @@ class Store:
                 raise self._damaged(error) from error
             fix = "free space on its disk" if is_full(error) else "is another service running in this folder?"
             raise LedgerError(f"{path} cannot be opened: {error}; {fix}") from error
+        self._identity, self._transactions = self._check_mark()
         self._batches: Batches[Callable[[], Any], Any] = Batches(
             lambda items: partial(self._transact, items), FILE, run
         )
@@ -124,6 +134,30 @@ class Store:
             f"{self._path} is damaged: {why}; restore it from a copy, or move it away with all that is beside it"
         )
 
+    def _check_mark(self) -> tuple[str, int]:
+        """Returns the identity of the file and the number of its transactions, which the mark confirms."""
+        file = self._path.with_name(MARK_FILE)
+        found = next(iter(self.read("mark", int).items()), None)
+        identity, transactions = found or (secrets.token_hex(8), 0)
+        try:
+            if found is None:
+                self._db.execute(*put_record("mark", identity, transactions))
+            # A crash may have come between the two files.
+            text = file.read_text(encoding="ascii").strip() if transactions or file.exists() else ""
+            if text and (not text.startswith(f"{identity} ") or int(text.split()[1]) > transactions):
+                self._db.close()
+                raise LedgerError(
+                    f"{self._path} is the record {identity} with {transactions} transactions, but {file.name} beside "
+                    f"it says {text}: it is another file, an older copy, or its {FILE}-wal was removed, so accepted "
+                    f"requests are missing. Restore the whole folder from one copy; or empty {file.name}, to continue "
+                    f"without them"
+                )
+            atomic_write(file, _mark(identity, transactions))
+            self._mark = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+        except (OSError, ValueError, IndexError) as error:
+            raise self._damaged(f"{file.name} beside it cannot be used: {error}") from error
+        return identity, transactions
+
     async def put(self, changes: Sequence[Change]) -> None:
         """Returns once all of the changes are on disk, or raises and none of them is made."""
 
@@ -142,6 +176,7 @@ class Store:
     async def close(self) -> None:
         await self._batches.close()
         self._db.close()
+        os.close(self._mark)
 
     async def _do(self, call: Callable[[], T]) -> T:
         result = await asyncio.shield(self._batches.put(call))
@@ -153,13 +188,21 @@ class Store:
         """Makes all calls in one transaction. If that fails, each has its own, so that one fails no other."""
         try:
             self._db.execute("BEGIN IMMEDIATE")
+            before = self._db.total_changes
             results = [call() for call in calls]
+            if changed := self._db.total_changes > before:
+                self._db.execute(*put_record("mark", self._identity, self._transactions + 1))
             self._db.execute("COMMIT")
         except Exception as error:  # noqa: BLE001 - what is wrong with one item must not fail others
             # A full disk may have rolled the transaction back already.
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             return [error] if len(calls) == 1 else [self._transact([call])[0] for call in calls]
+        if changed:
+            self._transactions += 1
+            # A mark that cannot be written stays behind the file, so that less is noticed.
+            with suppress(OSError):
+                os.pwrite(self._mark, _mark(self._identity, self._transactions), 0)
         return results
 
     def _prepare(self) -> None:
@@ -182,6 +225,11 @@ class Store:
             self._db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             self._db.execute("COMMIT")
+
+
+def _mark(identity: str, transactions: int) -> bytes:
+    """The content of the mark, which always has the same length."""
+    return f"{identity} {transactions:020d}\n".encode()
 
 
 def is_full(error: BaseException) -> bool:

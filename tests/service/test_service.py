@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -1186,3 +1187,85 @@ async def test_status_counts_what_is_there(rig):
         assert (status.sessions, status.snapshots, status.checkpoints, status.pending) == (1, 1, 1, 1)
         assert status.tokens_per_second > 0
         assert status.disk == sum(file.stat().st_size for file in rig.folder.rglob("state.json"))
+
+
+def opened(folder: Path) -> Service:
+    return Service(folder, FakeTrainer(), FakeServers(), SERVED)
+
+
+async def crashed_copies(rig: Rig, *numbers: int) -> dict[int, Path]:
+    """Copies of the folder as a crash would leave it after so many requests, some 1 MB each."""
+    copies: dict[int, Path] = {}
+    async with rig.open() as service:
+        model = await new_model(service)
+        work = Pass("cross_entropy", {}, batch(*range(50)) * 2000, True)
+        for seq in range(1, max(numbers) + 1):
+            # Large ones bring the log into the file, small ones stay in the log.
+            large = step(model, seq) if seq % 4 == 0 else Compute(model, seq, work)
+            await ask(service, compute(model, seq) if seq in numbers else large)
+            if seq in numbers:
+                copies[seq] = Path(shutil.copytree(rig.folder, rig.folder.with_name(f"copy {seq}")))
+    return copies
+
+
+def remove_log(copies: dict[int, Path]) -> None:
+    (copies[6] / "service.db-wal").unlink()
+
+
+def truncate_log(copies: dict[int, Path]) -> None:
+    with (copies[6] / "service.db-wal").open("rb+") as file:
+        file.truncate(5_000)
+
+
+def restore_older_file(copies: dict[int, Path]) -> None:
+    for name in ("service.db", "service.db-wal"):
+        shutil.copy(copies[1] / name, copies[6] / name)
+
+
+def restore_older_log(copies: dict[int, Path]) -> None:
+    shutil.copy(copies[1] / "service.db-wal", copies[6] / "service.db-wal")
+
+
+def take_anothers_file(copies: dict[int, Path]) -> None:
+    remove_log(copies)
+    (copies[6] / "service.db").unlink()
+    opened(copies[6].with_name("another"))._promises._store._db.close()
+    shutil.copy(copies[6].with_name("another") / "service.db", copies[6] / "service.db")
+
+
+def remove_file(copies: dict[int, Path]) -> None:
+    remove_log(copies)
+    (copies[6] / "service.db").unlink()
+    shutil.rmtree(copies[6] / "states")
+
+
+def remove_mark(copies: dict[int, Path]) -> None:
+    (copies[6] / "service.mark").unlink()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        *(remove_log, truncate_log, restore_older_file, restore_older_log, take_anothers_file, remove_file),
+        remove_mark,
+    ],
+)
+async def test_a_record_that_lacks_what_was_accepted_is_refused(rig, harm):
+    copies = await crashed_copies(rig, 1, 6)
+    harm(copies)
+    states = list((copies[6] / "states").glob("*/*"))
+    for _ in range(2):
+        with pytest.raises(LedgerError, match=r"service\.mark"):
+            opened(copies[6])
+    assert list((copies[6] / "states").glob("*/*")) == states
+    # Whoever knows what is missing can say so.
+    (copies[6] / "service.mark").write_text("")
+    opened(copies[6])
+
+
+async def test_a_record_that_is_ahead_of_its_mark_is_whole(rig):
+    copies = await crashed_copies(rig, 1, 6)
+    # As after a power loss, which the mark need not survive.
+    shutil.copy(copies[1] / "service.mark", copies[6] / "service.mark")
+    service = opened(copies[6])
+    assert [model.next for model in service.models("a")] == [7]
