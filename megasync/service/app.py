@@ -330,7 +330,6 @@ def tenant_states(service: Service) -> list[TenantState]:
 
 
 def tenant_state(name: str, tenant: TenantStatus) -> TenantState:
-    living = [model for model in tenant.models if not model.ended]
     return TenantState(
         name=name,
         sessions=tenant.sessions,
@@ -343,10 +342,10 @@ def tenant_state(name: str, tenant: TenantStatus) -> TenantState:
                 waiting=model.queued,
                 waited=round(model.waited, 1),
             )
-            for model in reversed(living)
+            for model in tenant.models
         ],
-        steps=sum(model.steps for model in tenant.models),
-        tokens=sum(model.tokens for model in tenant.models),
+        steps=tenant.steps,
+        tokens=tenant.tokens,
         rate=round(tenant.tokens_per_second, 1),
         promises=tenant.pending,
         tokens_in_flight=tenant.pending_tokens,

@@ -13,8 +13,10 @@ crash, and is removed when the service opens.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -142,21 +144,34 @@ class Checkpoints:
         dropped: Callable[[Checkpoint], None],
     ) -> None:
         self._run = run
-        self._records = records
+        self._records: dict[str, Checkpoint] = {}
+        self._of_tenant: dict[str, dict[str, Checkpoint]] = {}
+        self._of_model: dict[str, dict[str, Checkpoint]] = {}
+        self._bytes = Counter[str]()
         self._promises = promises
         self._clock = clock
         self._dropped = dropped
+        # The time before which none expires.
+        self._expiry = math.inf
+        for checkpoint in sorted(records.values(), key=lambda each: each.created):
+            self.add(checkpoint)
 
-    def of(self, tenant: str, model: str | None = None) -> list[Checkpoint]:
-        """The tenant's checkpoints, or those of a model, newest first."""
-        found = [c for c in self._records.values() if c.tenant == tenant and model in (None, c.model)]
-        return sorted(found, key=lambda each: -each.created)
+    def of(self, tenant: str) -> list[Checkpoint]:
+        """The tenant's checkpoints, newest first."""
+        return [*reversed(self._of_tenant.get(tenant, {}).values())]
+
+    def of_model(self, model: str) -> list[Checkpoint]:
+        """The checkpoints of a model, newest first."""
+        return [*reversed(self._of_model.get(model, {}).values())]
 
     def named(self, path: str) -> Checkpoint | None:
         return self._records.get(path)
 
+    def number_of(self, tenant: str) -> int:
+        return len(self._of_tenant.get(tenant, ()))
+
     def bytes_of(self, tenant: str) -> int:
-        return sum(each.size for each in self._records.values() if each.tenant == tenant)
+        return self._bytes[tenant]
 
     def find(self, tenant: str, path: str, own: bool = False) -> Checkpoint:
         """The checkpoint, if it is the tenant's, or published and not ``own``. Raises Unknown, the same for both."""
@@ -170,9 +185,22 @@ class Checkpoints:
 
     def add(self, checkpoint: Checkpoint) -> Checkpoint | None:
         """Adds one whose record is written by the caller. Returns the one whose name it takes."""
-        replaced = self._records.get(checkpoint.path)
+        if (replaced := self._records.get(checkpoint.path)) is not None:
+            self._remove(replaced)
         self._records[checkpoint.path] = checkpoint
+        self._of_tenant.setdefault(checkpoint.tenant, {})[checkpoint.path] = checkpoint
+        self._of_model.setdefault(checkpoint.model, {})[checkpoint.path] = checkpoint
+        self._bytes[checkpoint.tenant] += checkpoint.size
+        self._expiry = min(self._expiry, checkpoint.expires or math.inf)
         return replaced
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        del self._records[checkpoint.path]
+        for group, name in ((self._of_tenant, checkpoint.tenant), (self._of_model, checkpoint.model)):
+            del group[name][checkpoint.path]
+            if not group[name]:
+                del group[name]
+        self._bytes[checkpoint.tenant] -= checkpoint.size
 
     async def delete(self, tenant: str, path: str) -> None:
         self._delete(self.find(tenant, path, own=True))
@@ -182,6 +210,7 @@ class Checkpoints:
         found = self.find(tenant, path, own=True)
         check_ttl(seconds)
         found.expires = None if seconds is None else self._clock() + seconds
+        self._expiry = min(self._expiry, found.expires or math.inf)
         await self._changed(found)
 
     async def publish(self, tenant: str, path: str, public: bool) -> None:
@@ -194,15 +223,18 @@ class Checkpoints:
 
     def delete_expired(self) -> None:
         now = self._clock()
+        if now < self._expiry:
+            return
         for each in [c for c in self._records.values() if c.expires is not None and c.expires <= now]:
             log.info("Checkpoint %s has expired", each.path)
             self._delete(each)
+        self._expiry = min((each.expires for each in self._records.values() if each.expires), default=math.inf)
 
     def folder(self, checkpoint: Checkpoint) -> Path:
         return self._run / folder_of(checkpoint.adapter)
 
     def _delete(self, checkpoint: Checkpoint) -> None:
         """Drops the folder first: on a full disk nothing could be recorded before. Deleting may be repeated."""
-        del self._records[checkpoint.path]
+        self._remove(checkpoint)
         self._dropped(checkpoint)
         self._promises.record(drop_record("checkpoint", checkpoint.path))

@@ -33,7 +33,14 @@ class Limits:
     kept_seconds: float = 24 * 3600.0
     # Time that requests wait for one with an earlier number that has not arrived.
     gap_seconds: float = 120.0
-    # Time without a sign of life after which a session's models leave the ranks; they come back when they are used.
+    # Time without a sign of life after which a session is silent: its models leave the ranks, and come back when they
+    # are used.
     heartbeat_seconds: float = 600.0
+    # Time after which a silent session ends, and for which the checkpoints are kept that its models' states become.
+    silent_seconds: float = 3 * 24 * 3600.0
+    silent_kept_seconds: float = 7 * 24 * 3600.0
+    # Sessions, models, samplers and checkpoints in the record, of each kind, also those that have ended. Beyond it the
+    # oldest that nobody can use anymore is forgotten, and of samplers the one that was not used for longest.
+    records: int = 10_000
     # Tokens of the passes that the ranks are given in one call.
     batch: int = 65_536

@@ -31,6 +31,10 @@ class Session:
     name: str | None = None
     # The idempotency key that it was made with.
     key: str | None = None
+    # When it last showed a sign of life, once it is silent.
+    silent: float = 0.0
+    # The number of its first model that may be made: earlier ones are forgotten.
+    first_model: int = 0
     models: list[str] = field(default_factory=list[str])
     samplers: list[str] = field(default_factory=list[str])
     # How the client ended it: "success", "errored" or "interrupted"; empty while it lives.

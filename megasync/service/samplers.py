@@ -30,7 +30,7 @@ from megasync.service import interfaces
 from megasync.service.checkpoints import Checkpoints, folder_of, remove
 from megasync.service.limits import Limits
 from megasync.service.promises import Change, Promise, Promises, drop_record, first_of, put_record
-from megasync.service.records import Model, Sampler
+from megasync.service.records import Model, Sampler, Session
 from megasync.service.requests import Failed, Gone, Outcome, Sample, ServiceClosed, Unknown
 
 log = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class Samplers:
         promises: Promises,
         checkpoints: Checkpoints,
         models: Mapping[str, Model],
+        sessions: Mapping[str, Session],
         limits: Limits,
     ) -> None:
         self._adapters = adapters
@@ -138,14 +139,18 @@ class Samplers:
         self._promises = promises
         self._checkpoints = checkpoints
         self._models = models
+        self._sessions = sessions
         self._limits = limits
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
         self._room: dict[str, asyncio.Semaphore] = {}
         self._streams: dict[tuple[str, int], _Stream] = {}
-        # Snapshots of each tenant, least recently used first.
+        # All samplers of each tenant, and those that are snapshots, least recently used first.
+        self._used: dict[str, OrderedDict[str, Sampler]] = {}
         self._snapshots: dict[str, OrderedDict[str, Sampler]] = {}
         for sampler in sorted(records.values(), key=lambda each: each.created):
+            self._sessions[sampler.session].samplers.append(sampler.id)
+            self._used.setdefault(sampler.tenant, OrderedDict())[sampler.id] = sampler
             if sampler.adapter and not sampler.ended:
                 self._snapshots.setdefault(sampler.tenant, OrderedDict())[sampler.id] = sampler
 
@@ -162,8 +167,18 @@ class Samplers:
         return found
 
     def add(self, sampler: Sampler) -> None:
-        """Adds one whose record is written by the caller. The oldest unused snapshot beyond the limit ends."""
+        """Adds one whose record is written by the caller.
+
+        Beyond the limits the one that was not used for longest is forgotten, and the snapshot ends.
+        """
         self._records[sampler.id] = sampler
+        self._sessions[sampler.session].samplers.append(sampler.id)
+        used = self._used.setdefault(sampler.tenant, OrderedDict())
+        used[sampler.id] = sampler
+        if len(used) > self._limits.records:
+            forgotten = next(iter(used.values()))
+            self.end(forgotten, "the tenant has too many newer ones")
+            self._promises.record(self.forget(forgotten.id))
         if not sampler.adapter:
             return
         snapshots = self._snapshots.setdefault(sampler.tenant, OrderedDict())
@@ -190,8 +205,13 @@ class Samplers:
 
     def forget(self, name: str) -> Change:
         """Forgets a sampler that has ended; returns the change of the record."""
-        del self._records[name]
+        sampler = self._records.pop(name)
+        self._sessions[sampler.session].samplers.remove(name)
+        del self._used[sampler.tenant][name]
         return drop_record("sampler", name)
+
+    def named(self, name: str) -> Sampler | None:
+        return self._records.get(name)
 
     def bytes_of(self, tenant: str) -> int:
         return sum(each.adapter_bytes for each in self._snapshots.get(tenant, {}).values())
@@ -318,6 +338,7 @@ class Samplers:
         if request.sampler is None:
             return ""
         sampler = self.living(tenant, request.sampler)
+        self._used[tenant].move_to_end(sampler.id)
         if sampler.inflight is not None:
             model = self._models.get(sampler.inflight)
             if model is None or not model.inflight:

@@ -22,12 +22,14 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from megasync.concurrency.batches import Run
 from megasync.concurrency.tasks import cancel_and_wait
@@ -59,12 +61,16 @@ from megasync.service.requests import (
 )
 from megasync.service.samplers import Adapters, Samplers
 from megasync.service.status import ModelStatus, Rate, Status, TenantStatus
-from megasync.service.training import RESTART_SECONDS, Training, model_id, sampler_id
+from megasync.service.training import RESTART_SECONDS, ModelQueue, Training, model_id, sampler_id
 
 log = logging.getLogger(__name__)
 
+Forgettable = TypeVar("Forgettable")
+
 # Seconds between two looks at what is past its time.
 TIDY_SECONDS = 1.0
+# Seconds between two looks for sessions that are silent for too long.
+SILENT_SECONDS = 60.0
 # The record has numbers of 64 bits.
 MOST_NUMBERS = 2**63
 CLOSING = "the service is shutting down; promises are kept: ask again once it runs"
@@ -93,33 +99,38 @@ class Service:
         self.limits = limits or Limits()
         self._clock = clock
         store = Store(folder / FILE, run, named=holds_folders(folder))
-        self._sessions = store.read("session", Session)
+        self._sessions: dict[str, Session] = {}
+        self._session_keys: dict[tuple[str, str], str] = {}
+        # The sessions of each tenant in the order in which they began.
+        self._of: dict[str, dict[str, Session]] = {}
+        # When each living session last showed a sign of life, the first of them first; those that have shown none for
+        # too long, likewise; and those that have ended, with the time since when nothing changed.
+        self._seen: dict[str, float] = {}
+        self._silent: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._living = Counter[str]()
+        # Tenants whose record is full, until it is looked at again.
+        self._full: set[tuple[str, str]] = set()
+        for session in sorted(store.read("session", Session).values(), key=lambda each: each.created):
+            session.models, session.samplers = [], []
+            self._add(session)
+        self._silent, self._ended = (
+            dict(sorted(times.items(), key=lambda item: item[1])) for times in (self._silent, self._ended)
+        )
         models, checkpoints = store.read("model", Model), store.read("checkpoint", Checkpoint)
         samplers = store.read("sampler", Sampler)
-        for session in self._sessions.values():
-            session.models, session.samplers = [], []
-        for model in sorted(models.values(), key=lambda each: each.created):
-            self._sessions[model.session].models.append(model.id)
-        for made in sorted(samplers.values(), key=lambda each: each.created):
-            self._sessions[made.session].samplers.append(made.id)
         self._promises = Promises(store, self.limits, clock, self._settled, self._forgotten)
         self._adapters = Adapters(folder, sampler)
         self._checkpoints = Checkpoints(
             folder, checkpoints, self._promises, clock, lambda checkpoint: self._adapters.drop(checkpoint.adapter)
         )
         self._samplers = Samplers(
-            self._adapters, sampler, samplers, self._promises, self._checkpoints, models, self.limits
+            self._adapters, sampler, samplers, self._promises, self._checkpoints, models, self._sessions, self.limits
         )
         self._training = Training(
-            *(folder, trainer, models, self._sessions, self._promises, self._checkpoints, self._adapters),
-            *(self._samplers, self.limits, clock, restart_seconds),
+            *(folder, trainer, models, store.read("steps", int), self._sessions, self._promises, self._checkpoints),
+            *(self._adapters, self._samplers, self.limits, clock, restart_seconds),
         )
-        # When each living session last showed a sign of life, and those that have not for too long.
-        self._seen = {session.id: clock() for session in self._sessions.values() if not session.ended}
-        self._idle: set[str] = set()
-        # Sessions that have ended, and when each is looked at for what it has left.
-        self._ended = {session.id: session.ended_at for session in self._sessions.values() if session.ended}
-        self._session_keys = {(s.tenant, s.key): s.id for s in self._sessions.values() if s.key is not None}
         self._rates: dict[str, Rate] = {}
         self._tasks: list[asyncio.Task[None]] = []
         remove_others(
@@ -144,6 +155,7 @@ class Service:
         self._tasks = [
             self._promises.vital(self._training.work(), "training"),
             self._promises.vital(self._tidy_regularly(), "tidy"),
+            self._promises.vital(self._end_silent_regularly(), "silent sessions"),
         ]
         return self
 
@@ -197,7 +209,7 @@ class Service:
         if made is None:
             recorded = self._promises.accept(promise, body, self._start)
         else:
-            changes, undo = put_record("model", target, made), partial(self._unmake, made)
+            changes, undo = put_record("model", target, made), partial(self._training.discard, made.id)
             recorded = self._promises.accept(promise, body, self._start, changes, undo=undo)
         await asyncio.shield(recorded)
         return name
@@ -250,24 +262,30 @@ class Service:
         if key is not None and (known := self._session_keys.get((tenant, key))) is not None:
             await self._promises.commit()
             return known
-        living = self._living(tenant)
-        if living >= self.limits.sessions:
+        if (living := self._living[tenant]) >= self.limits.sessions:
             raise Busy(
                 f"the tenant has {living} sessions, and the limit is sessions={self.limits.sessions}; finish one"
             )
         session = Session(secrets.token_hex(8), tenant, self._clock(), list(tags), dict(metadata or {}), name, key)
         check_metadata([session.tags, session.metadata, session.name])
         change = put_record("session", session.id, session)
-        self._sessions[session.id] = session
-        self._seen[session.id] = self._clock()
-        if key is not None:
-            self._session_keys[tenant, key] = session.id
+        sessions = self._of.get(tenant, {}).values()
+        self._forget_beyond("sessions", tenant, sessions, self._useless, self._forget_session)
+        self._add(session)
         await self._promises.commit(change)
         return session.id
 
-    def _living(self, tenant: str) -> int:
-        """The number of a tenant's sessions that have not ended and show signs of life."""
-        return sum(self._sessions[name].tenant == tenant for name in self._seen if name not in self._idle)
+    def _add(self, session: Session) -> None:
+        self._sessions[session.id] = session
+        self._of.setdefault(session.tenant, {})[session.id] = session
+        if session.key is not None:
+            self._session_keys[session.tenant, session.key] = session.id
+        if session.ended:
+            self._ended[session.id] = session.ended_at
+        elif session.silent:
+            self._silent[session.id] = session.silent
+        else:
+            self._see(session.tenant, session.id)
 
     def heartbeat(self, tenant: str, session: str) -> None:
         """Takes a sign of life. Raises Gone for a session that was finished."""
@@ -281,13 +299,16 @@ class Service:
         found = self.session(tenant, session)
         check_metadata(detail)
         if not found.ended:
-            found.ended, found.detail, found.ended_at = status, detail, self._clock()
-            self._seen.pop(session, None)
-            self._idle.discard(session)
-            self._ended[session] = found.ended_at
-            self._promises.record(put_record("session", session, found))
-            self._end_members(found)
+            self._end(found, status, detail)
         await self._promises.commit()
+
+    def _end(self, session: Session, status: str, detail: str | None) -> None:
+        session.ended, session.detail, session.ended_at = status, detail, self._clock()
+        self._living[session.tenant] -= self._seen.pop(session.id, None) is not None
+        self._silent.pop(session.id, None)
+        self._ended[session.id] = session.ended_at
+        self._promises.record(put_record("session", session.id, session))
+        self._end_members(session)
 
     def _end_members(self, session: Session) -> None:
         """Ends the models and samplers of a finished session, those that have not ended."""
@@ -306,7 +327,7 @@ class Service:
 
     def sessions(self, tenant: str) -> list[Session]:
         """The tenant's sessions, newest first."""
-        return sorted((s for s in self._sessions.values() if s.tenant == tenant), key=lambda each: -each.created)
+        return [*reversed(self._of.get(tenant, {}).values())]
 
     # Models
 
@@ -318,7 +339,7 @@ class Service:
 
     def models(self, tenant: str) -> list[Model]:
         """The tenant's models, newest first, also those that have ended."""
-        return sorted((model.record for model in self._training.of(tenant)), key=lambda each: -each.created)
+        return [model.record for model in reversed([*self._training.of(tenant)])]
 
     # Samplers
 
@@ -327,18 +348,16 @@ class Service:
     ) -> str:
         """Makes a sampler of a checkpoint, or of the base model, and returns its id; the same for the same number."""
         self._check_open()
-        owner = self._live_session(tenant, session)
+        self._live_session(tenant, session)
         sampler = Sampler(sampler_id(session, seq), tenant, session, self._clock(), path=path)
         check_base(base_model, self.served)
-        if sampler.id in owner.samplers:
-            found = self._samplers.find(tenant, sampler.id)
+        if (found := self._samplers.named(sampler.id)) is not None:
             if (found.path, found.adapter, found.inflight) != (path, "", None):
                 raise DataError(f"session {session} has another sampler number {seq} already; use the next number")
             await self._promises.commit()
             return sampler.id
         if path is not None:
             self._checkpoints.find(tenant, path)
-        owner.samplers.append(sampler.id)
         self._samplers.add(sampler)
         self._see(tenant, session)
         await self._promises.commit(put_record("sampler", sampler.id, sampler))
@@ -360,9 +379,9 @@ class Service:
 
     def checkpoints(self, tenant: str, model: str | None = None) -> list[Checkpoint]:
         """The tenant's checkpoints, or those of one of its models, newest first."""
-        if model is not None:
-            self.model(tenant, model)
-        return self._checkpoints.of(tenant, model)
+        if model is None:
+            return self._checkpoints.of(tenant)
+        return self._checkpoints.of_model(self.model(tenant, model).id)
 
     def checkpoint(self, tenant: str, path: str) -> Checkpoint:
         """A checkpoint of the tenant, or a published one."""
@@ -396,43 +415,98 @@ class Service:
         self._training.give_up_gaps()
         self._checkpoints.delete_expired()
         self._promises.forget_old()
-        silent = self._clock() - self.limits.heartbeat_seconds
-        for name in [name for name, seen in self._seen.items() if seen < silent and name not in self._idle]:
+        self._full.clear()
+        now = self._clock()
+        for name in self._before(self._seen, now - self.limits.heartbeat_seconds):
             session = self._sessions[name]
             if not all(self._training.idle(model) for model in session.models):
                 continue
             log.info("Session %s of tenant %s is silent; its models leave the ranks", name, session.tenant)
-            self._idle.add(name)
+            session.silent = self._silent[name] = self._seen.pop(name)
+            self._living[session.tenant] -= 1
+            self._promises.record(put_record("session", name, session))
             for model in session.models:
                 self._training.evict(model)
-        self._forget_ended()
-
-    def _forget_ended(self) -> None:
-        """Forgets sessions that have ended long ago, with their models and samplers, unless checkpoints are left.
-
-        By then no outcome of them is kept either. Without it the record would grow with every session.
-        """
-        now = self._clock()
-        for name in [name for name, since in self._ended.items() if since < now - self.limits.kept_seconds]:
+        # By then no outcome of them is kept either.
+        for name in self._before(self._ended, now - self.limits.kept_seconds):
             session = self._sessions[name]
-            if not all(
-                self._training.gone(model) and not self._checkpoints.of(session.tenant, model)
-                for model in session.models
-            ):
+            if self._useless(session):
+                self._forget_session(session)
+            else:
+                # The last in line.
+                del self._ended[name]
                 self._ended[name] = now
-                continue
-            changes = [self._training.forget(model) for model in session.models]
-            changes += [self._samplers.forget(sampler) for sampler in session.samplers]
-            del self._sessions[name], self._ended[name]
-            self._session_keys.pop((session.tenant, session.key or ""), None)
-            self._promises.record(*changes, drop_record("session", name))
+
+    def _before(self, times: Mapping[str, float], time: float) -> list[str]:
+        """The names up to a time, of times in ascending order."""
+        return [name for name, _ in takewhile(lambda item: item[1] < time, times.items())]
+
+    async def end_silent(self) -> None:
+        """Ends sessions that are silent for too long. The last states of their models become checkpoints first."""
+        for name in self._before(self._silent, self._clock() - self.limits.silent_seconds):
+            session = self._sessions[name]
+            kept = [await self._training.keep(model) for model in [*session.models]]
+            # It may have shown a sign of life, or been finished, meanwhile.
+            if all(kept) and name in self._silent:
+                days = (self._clock() - session.silent) / 86_400
+                log.info("Session %s of tenant %s ends: it is silent for %.1f days", name, session.tenant, days)
+                self._end(session, "interrupted", f"it showed no sign of life for {days:.1f} days")
+
+    def _useless(self, session: Session) -> bool:
+        """Whether nobody can use a session anymore, or it is silent and has made nothing."""
+        if session.ended:
+            return all(self._unused(model) for model in session.models)
+        return session.id in self._silent and not session.models and not session.samplers
+
+    def _unused(self, model: str) -> bool:
+        """Whether a model has ended and has left no checkpoints."""
+        return self._training.gone(model) and not self._checkpoints.of_model(model)
+
+    def _forget_session(self, session: Session) -> None:
+        """Forgets a session with its models and samplers; without it the record would grow with every session."""
+        changes = [change for model in [*session.models] for change in self._training.forget(model)]
+        changes += [self._samplers.forget(sampler) for sampler in [*session.samplers]]
+        del self._sessions[session.id], self._of[session.tenant][session.id]
+        if not self._of[session.tenant]:
+            del self._of[session.tenant]
+        self._ended.pop(session.id, None)
+        self._silent.pop(session.id, None)
+        self._session_keys.pop((session.tenant, session.key or ""), None)
+        self._promises.record(*changes, drop_record("session", session.id))
+
+    def _forget_model(self, model: ModelQueue) -> None:
+        """Forgets a model that has ended. Its number stays used, because names of adapters have it."""
+        session = self._sessions[model.record.session]
+        session.first_model = max(session.first_model, 1 + int(model.record.id.rpartition(":")[2]))
+        self._promises.record(
+            *self._training.forget(model.record.id), put_record("session", session.id, session)
+        )
+
+    def _forget_beyond(
+        self,
+        kind: str,
+        tenant: str,
+        records: Collection[Forgettable],
+        useless: Callable[[Forgettable], bool],
+        forget: Callable[[Forgettable], None],
+    ) -> None:
+        """Forgets the oldest record of a tenant that nobody can use anymore, if there are too many. Raises Busy."""
+        if len(records) < self.limits.records:
+            return
+        found = None if (kind, tenant) in self._full else next(filter(useless, records), None)
+        if found is None:
+            self._full.add((kind, tenant))
+            raise Busy(
+                f"the tenant has {len(records)} {kind} whose checkpoints are kept or that have not ended, and the "
+                f"limit is {self.limits.records}; delete checkpoints, and finish sessions"
+            )
+        forget(found)
 
     def status(self) -> Status:
         """The state of the service, of each tenant and of each model."""
         now = self._clock()
-        tenants = {session.tenant for session in self._sessions.values()}
         return Status(
-            {tenant: self._tenant_status(tenant, now) for tenant in sorted(tenants)},
+            {tenant: self._tenant_status(tenant, now) for tenant in sorted(self._of)},
             self._training.restarts,
             self._promises.failure,
         )
@@ -442,27 +516,26 @@ class Service:
         models = [
             ModelStatus(
                 id=model.record.id,
-                session=model.record.session,
                 rank=model.record.spec.rank,
                 steps=model.record.steps,
                 loss=model.loss,
-                tokens=model.tokens,
                 queued=len(model.waiting),
                 waited=now - min((promise.accepted for promise in model.waiting.values()), default=now),
                 on_ranks=model.resident,
-                ended=model.record.ended,
             )
-            for model in self._training.of(tenant)
+            for model in reversed([*self._training.living(tenant)])
         ]
         return TenantStatus(
-            sessions=self._living(tenant),
+            sessions=self._living[tenant],
             models=models,
+            steps=self._training.steps_of(tenant),
+            tokens=self._training.tokens[tenant],
             tokens_per_second=self._rate(tenant).per_second(now),
             pending=account.pending,
             pending_tokens=account.tokens,
             kept=len(account.kept),
             snapshots=self._samplers.snapshots_of(tenant),
-            checkpoints=len(self._checkpoints.of(tenant)),
+            checkpoints=self._checkpoints.number_of(tenant),
             disk=self._training.bytes_of(tenant) + self._checkpoints.bytes_of(tenant) + self._samplers.bytes_of(tenant),
         )
 
@@ -470,6 +543,11 @@ class Service:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             self.tidy()
+
+    async def _end_silent_regularly(self) -> None:
+        while True:
+            await self.end_silent()
+            await asyncio.sleep(SILENT_SECONDS)
 
     # Accepting
 
@@ -505,8 +583,10 @@ class Service:
                 return f"{request.model}:{request.seq}", request.model, request.seq
 
     def _new_model(self, tenant: str, session: str, number: int) -> tuple[str, str, int]:
-        self._live_session(tenant, session)
+        found = self._live_session(tenant, session)
         name = model_id(session, number)
+        if number < found.first_model and self._training.find(name) is None:
+            raise Gone(f"model {number} of session {session} is forgotten; use the next number")
         return f"{name}:0", name, 0
 
     async def _repeated(self, promise: Promise, digest: bytes) -> str:
@@ -567,11 +647,11 @@ class Service:
                 )
             raise Busy(f"{recorded}; wait for outcomes")
         if isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.model is None):
-            living = sum(
-                not model.record.ended and model.record.session not in self._idle for model in self._training.of(tenant)
-            )
+            living = sum(model.record.session not in self._silent for model in self._training.living(tenant))
             if living >= limits.models:
                 raise Busy(f"the tenant has {living} models, and the limit is models={limits.models}; unload one")
+            made = self._training.of(tenant)
+            self._forget_beyond("models", tenant, made, lambda each: self._unused(each.record.id), self._forget_model)
         if isinstance(request, Sample):
             self._samplers.check(tenant, request)
 
@@ -592,12 +672,7 @@ class Service:
             spec = self._checkpoints.find(tenant, request.path).spec
         else:
             return None
-        self._sessions[session].models.append(target)
-        return self._training.add(Model(target, tenant, session, self._clock(), spec, metadata)).record
-
-    def _unmake(self, model: Model) -> None:
-        self._sessions[model.session].models.remove(model.id)
-        self._training.discard(model.id)
+        return self._training.add(Model(target, tenant, session, self._clock(), spec, metadata))
 
     def _start(self, promise: Promise) -> None:
         """Runs a request that is recorded."""
@@ -638,10 +713,16 @@ class Service:
 
     def _see(self, tenant: str, target: str) -> None:
         """Notes a sign of life of the session that a session's, model's or sampler's id begins with."""
-        session = target.partition(":")[0]
-        if session in self._seen and self._sessions[session].tenant == tenant:
-            self._seen[session] = self._clock()
-            self._idle.discard(session)
+        name = target.partition(":")[0]
+        session = self._sessions.get(name)
+        if session is None or session.tenant != tenant or session.ended:
+            return
+        if self._seen.pop(name, None) is None:
+            self._living[tenant] += 1
+        self._seen[name] = self._clock()
+        if self._silent.pop(name, None) is not None:
+            session.silent = 0.0
+            self._promises.record(put_record("session", name, session))
 
     def _rate(self, tenant: str) -> Rate:
         return self._rates.setdefault(tenant, Rate())

@@ -12,24 +12,24 @@ class ModelStatus:
     """A model. Times are in seconds."""
 
     id: str
-    session: str
     rank: int
     steps: int
     loss: float | None
-    tokens: int
     queued: int
     # How long the oldest queued request has waited.
     waited: float
     on_ranks: bool
-    ended: str
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """A tenant, its models and what counts against its limits."""
+    """A tenant, its models that have not ended, newest first, and what counts against its limits."""
 
     sessions: int
     models: Sequence[ModelStatus]
+    # Optimizer steps of all models that it ever had, and tokens of passes since the service opened.
+    steps: int
+    tokens: int
     # Of training and sampling, in the last minute.
     tokens_per_second: float
     pending: int

@@ -31,7 +31,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,9 +110,8 @@ class ModelQueue:
     gap_since: float | None = None
     # Times that the ranks were lost while the model was restored.
     restores: int = 0
-    # The loss per token of the last pass, and the tokens of all passes since the service opened.
+    # The loss per token of the last pass.
     loss: float | None = None
-    tokens: int = 0
 
     def head(self) -> Promise | None:
         """The next request that can run."""
@@ -144,7 +144,8 @@ class Training:
         run: Path,
         trainer: interfaces.Trainer,
         records: dict[str, Model],
-        sessions: dict[str, Session],
+        past_steps: Mapping[str, int],
+        sessions: Mapping[str, Session],
         promises: Promises,
         checkpoints: Checkpoints,
         adapters: Adapters,
@@ -156,7 +157,10 @@ class Training:
         self._run = run
         self._trainer = trainer
         self._records = records
-        self._models = {name: ModelQueue(record) for name, record in records.items()}
+        self._models: dict[str, ModelQueue] = {}
+        # The models of each tenant in the order in which they were made, and those of them that have not ended.
+        self._of: dict[str, dict[str, ModelQueue]] = {}
+        self._living: dict[str, dict[str, ModelQueue]] = {}
         self._sessions = sessions
         self._promises = promises
         self._checkpoints = checkpoints
@@ -175,6 +179,11 @@ class Training:
         self.saves = Saves(run, trainer, promises)
         self._wake = asyncio.Event()
         self.restarts = 0
+        # Steps of each tenant's models that are forgotten, and tokens of all passes since the service opened.
+        self._past_steps = Counter(past_steps)
+        self.tokens = Counter[str]()
+        for record in sorted(records.values(), key=lambda each: each.created):
+            self.add(record)
         for promise in promises:
             if (model := self._models.get(promise.target)) is not None and promise.position and promise.request_bytes:
                 model.replay.append(promise)
@@ -186,17 +195,33 @@ class Training:
     def find(self, name: str) -> ModelQueue | None:
         return self._models.get(name)
 
-    def of(self, tenant: str) -> list[ModelQueue]:
-        return [model for model in self._models.values() if model.record.tenant == tenant]
+    def of(self, tenant: str) -> Collection[ModelQueue]:
+        """The tenant's models in the order in which they were made, also those that have ended."""
+        return self._of.get(tenant, {}).values()
 
-    def add(self, record: Model) -> ModelQueue:
+    def living(self, tenant: str) -> Collection[ModelQueue]:
+        return self._living.get(tenant, {}).values()
+
+    def steps_of(self, tenant: str) -> int:
+        """The optimizer steps of all models that the tenant ever had."""
+        return self._past_steps[tenant] + sum(model.record.steps for model in self.of(tenant))
+
+    def add(self, record: Model) -> Model:
+        """Adds a model whose record is written by the caller."""
         self._records[record.id] = record
         self._models[record.id] = model = ModelQueue(record)
-        return model
+        self._of.setdefault(record.tenant, {})[record.id] = model
+        if not record.ended:
+            self._living.setdefault(record.tenant, {})[record.id] = model
+        self._sessions[record.session].models.append(record.id)
+        return record
 
     def discard(self, name: str) -> None:
-        """Takes back a model whose first request was not accepted."""
-        del self._models[name], self._records[name]
+        """Takes back a model whose first request was not accepted, or forgets one."""
+        record = self._records.pop(name)
+        del self._models[name], self._of[record.tenant][name]
+        self._living.get(record.tenant, {}).pop(name, None)
+        self._sessions[record.session].models.remove(name)
 
     def enqueue(self, promise: Promise) -> None:
         """Queues a request that is recorded."""
@@ -237,6 +262,7 @@ class Training:
         if model.record.ended:
             return
         model.record.ended = reason
+        del self._living[model.record.tenant][name]
         running = {model.record.next + index for index in range(model.taken)}
         for promise in [promise for seq, promise in sorted(model.waiting.items()) if seq not in running]:
             del model.waiting[promise.seq]
@@ -248,14 +274,39 @@ class Training:
         self._leaving.add(name)
         self._wake.set()
 
-    def forget(self, name: str) -> Change:
-        """Forgets a model that has ended; returns the change of the record."""
-        model = self._models.pop(name)
-        del self._records[name]
+    async def keep(self, name: str) -> bool:
+        """Makes the last state of a model without work a checkpoint for a time, unless one has been saved since.
+
+        Returns whether there is nothing to lose.
+        """
+        record = self._models[name].record
+        last = int(record.state.rpartition("/")[2] or 0)
+        saved = (each for each in self._checkpoints.of_model(name) if each.kind == "weights")
+        if record.ended or not record.state or any(int(each.adapter.rpartition("-")[2]) >= last for each in saved):
+            return True
+        adapter, written = adapter_of(name, last), asyncio.get_running_loop().create_future()
+        await self.saves.begin(name, folder_of(adapter), True, record.state, written.set_result)
+        size: int | Exception = await asyncio.shield(written)
+        if isinstance(size, Exception):
+            return False
+        expires = (now := self._clock()) + self._limits.silent_kept_seconds
+        path = path_of(name, "weights", called := f"silent-{last}")
+        checkpoint = Checkpoint(
+            path, record.tenant, name, "weights", called, now, record.spec, adapter, size, None, expires
+        )
+        self._checkpoints.add(checkpoint)
+        self._promises.record(put_record("checkpoint", path, checkpoint))
+        return True
+
+    def forget(self, name: str) -> list[Change]:
+        """Forgets a model that has ended; returns the changes of the record."""
+        record = self._models[name].record
+        self.discard(name)
         self._busy.discard(name)
-        if (turns := self._turns.get(model.record.tenant)) is not None:
+        if (turns := self._turns.get(record.tenant)) is not None:
             turns.forget(name)
-        return drop_record("model", name)
+        self._past_steps[record.tenant] += record.steps
+        return [drop_record("model", name), put_record("steps", record.tenant, self._past_steps[record.tenant])]
 
     def gone(self, name: str) -> bool:
         """Whether a model has ended, and nothing of it is on the ranks or being written."""
@@ -266,7 +317,7 @@ class Training:
 
     def give_up_gaps(self) -> None:
         """Fails requests that have waited too long for one with an earlier number."""
-        for model in self._models.values():
+        for model in [self._models[name] for name in self._busy]:
             since = model.gap_since
             if since is None or self._clock() - since < self._limits.gap_seconds:
                 continue
@@ -462,7 +513,7 @@ class Training:
         """
         needed = {turn.model for turn in batch if turn.promise.request_type not in (*SAVING, UnloadModel.__name__)}
         for tenant in {model.record.tenant for model in needed if not model.resident}:
-            there = [model for model in self.of(tenant) if model.resident or model in needed]
+            there = [model for model in self.living(tenant) if model.resident or model in needed]
             others = [model for model in there if model not in needed and not model.saving]
             others.sort(key=lambda model: model.record.last_request)
             for model in others[: max(0, len(there) - self._limits.models)]:
@@ -514,7 +565,7 @@ class Training:
 
     def _computed(self, turn: _Turn, request: Compute, result: PassResult) -> None:
         model = turn.model
-        model.tokens += turn.promise.tokens
+        self.tokens[model.record.tenant] += turn.promise.tokens
         if "loss:sum" in result.metrics:
             model.loss = result.metrics["loss:sum"] / max(1, turn.promise.tokens)
         if request.work.backward:
@@ -677,17 +728,17 @@ class Training:
             kind = "external_weights" if request.external else "sampler_weights"
             await self._checkpoint(turn, kind, name, False, request.ttl_seconds, request.metadata)
             return
-        session = self._sessions[record.session]
-        sampler = Sampler(sampler_id(session.id, request.sampler_seq), record.tenant, session.id, self._clock())
-        exists = f"session {session.id} has a sampler number {request.sampler_seq} already; use the next number"
-        if sampler.id in session.samplers:
+        session = record.session
+        sampler = Sampler(sampler_id(session, request.sampler_seq), record.tenant, session, self._clock())
+        exists = f"session {session} has a sampler number {request.sampler_seq} already; use the next number"
+        if self._samplers.named(sampler.id) is not None:
             raise DataError(exists)
 
         def saved(size: int) -> None:
             adapter, before = adapter_of(record.id, seq), ""
             # Another model may have made it meanwhile, or the session may have ended.
             gone = f"model {record.id} is gone: {record.ended}" if record.ended else ""
-            if refusal := gone or (exists if sampler.id in session.samplers else ""):
+            if refusal := gone or (exists if self._samplers.named(sampler.id) is not None else ""):
                 self._finish(turn, Failed(refusal, "user"), then=lambda: self._adapters.drop(adapter))
                 return
             if request.inflight:
@@ -695,7 +746,6 @@ class Training:
                 before, record.inflight, record.inflight_bytes = record.inflight, adapter, size
             else:
                 sampler.adapter, sampler.adapter_bytes = adapter, size
-            session.samplers.append(sampler.id)
             self._adapters.offer(adapter)
             self._samplers.add(sampler)
             self._finish(
@@ -718,7 +768,12 @@ class Training:
         if used >= self._limits.disk:
             raise DataError(
                 f"the checkpoints, samplers and states of the tenant have {used} bytes, and the limit is "
-                f"disk={self._limits.disk}; delete checkpoints, then repeat the request"
+                f"disk={self._limits.disk}; delete checkpoints or finish sessions, then repeat the request"
+            )
+        if (number := self._checkpoints.number_of(record.tenant)) >= self._limits.records:
+            raise DataError(
+                f"the tenant has {number} checkpoints, and the limit is {self._limits.records}; delete some, then "
+                f"repeat the request"
             )
 
         def failed(error: Exception) -> None:
@@ -768,7 +823,7 @@ class Training:
 
     def bytes_of(self, tenant: str) -> int:
         """The bytes of the states of a tenant's models, and of their inflight adapters."""
-        return sum(m.record.state_bytes + m.record.inflight_bytes for m in self.of(tenant) if not m.record.ended)
+        return sum(model.record.state_bytes + model.record.inflight_bytes for model in self.living(tenant))
 
     # Outcomes
 

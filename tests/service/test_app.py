@@ -104,11 +104,8 @@ def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
 
 
 def test_the_state_of_a_tenant_has_its_living_models_newest_first_and_all_of_its_steps():
-    def status(name, steps, ended=""):
-        return ModelStatus(name, "s", 8, steps, 0.5, 100, 2, 1.25, True, ended)
-
-    models = [status("a", 3), status("b", 4, "unloaded"), status("c", 0)]
-    state = app.tenant_state("lab", TenantStatus(1, models, 51.26, 5, 900, 7, 2, 3, 10**6))
+    models = [ModelStatus(name, 8, steps, 0.5, 2, 1.25, True) for name, steps in (("c", 0), ("a", 3))]
+    state = app.tenant_state("lab", TenantStatus(1, models, 7, 300, 51.26, 5, 900, 7, 2, 3, 10**6))
     assert state == TenantState(
         name="lab",
         sessions=1,

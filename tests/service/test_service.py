@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from service_fakes import SERVED, FakeServers, FakeTrainer, batch, compute, crea
 from megasync.errors import DataError, LedgerError, RankLost
 from megasync.layout.adapter import OPTIMIZER
 from megasync.service import promises as promises_module
+from megasync.service import saves as saves_module
 from megasync.service import service as service_module
 from megasync.service.interfaces import AdapterSpec, Datum, Pass, PassResult, Samples, Sampling
 from megasync.service.limits import Limits
@@ -94,6 +96,13 @@ async def new_sampler(service: Service, tenant: str = "a") -> str:
 
 def sample(sampler: str | None = None, seq: int | None = None, path: str | None = None, tokens: int = 2) -> Sample:
     return Sample(Sampling(np.array([1, 2]), max_tokens=tokens), sampler, seq, path)
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def call(*_: Any) -> Any:
+        raise error
+
+    return call
 
 
 def first_id(outcome: Outcome) -> int:
@@ -912,6 +921,158 @@ async def test_ended_sessions_are_forgotten_with_all_they_had_unless_checkpoints
         assert service.sessions("a") == [] and len(service.sessions("b")) == 1
 
 
+async def fall_silent(rig: Rig, service: Service) -> None:
+    """Passes the time after which silent sessions end."""
+    rig.now += service.limits.heartbeat_seconds + 1
+    service.tidy()
+    rig.now += service.limits.silent_seconds
+    await service.end_silent()
+
+
+async def test_a_silent_session_ends_and_its_unsaved_state_is_a_checkpoint_for_a_time(rig):
+    async with rig.open() as service:
+        unsaved, saved, fresh = [await new_model(service) for _ in range(3)]
+        for model in (unsaved, saved):
+            await ask(service, step(model, 1))
+            await ask(service, compute(model, 2))
+        await ask(service, save(saved, 3, "x"))
+        await ask(service, snapshot(unsaved, 3, 0))
+        rig.now += service.limits.heartbeat_seconds + 1
+        service.tidy()
+        living = await new_model(service)
+        rig.now += service.limits.silent_seconds - service.limits.heartbeat_seconds - 2
+        await service.end_silent()
+        assert not any(model.ended for model in service.models("a"))
+    # Neither the time nor the state depends on the process.
+    async with rig.open() as service:
+        rig.now += 2
+        await service.end_silent()
+        assert {model.id for model in service.models("a") if not model.ended} == {living}
+        for model in (unsaved, saved, fresh):
+            session = service.session("a", model.partition(":")[0])
+            assert session.ended == "interrupted" and session.detail is not None and "3.0 days" in session.detail
+            with pytest.raises(Gone, match="begin a new one"):
+                service.heartbeat("a", session.id)
+        path = f"tinker://{unsaved}/weights/silent-1"
+        assert {each.path for each in service.checkpoints("a")} == {path, f"tinker://{saved}/weights/x"}
+        assert service.status().tenants["a"].snapshots == 0
+        session = living.partition(":")[0]
+        again = await ask(service, LoadWeights(path, True, session=session, model_seq=1))
+        assert again == ModelReady(f"{session}:train:1", path)
+        twin = await ask(service, LoadWeights(f"tinker://{saved}/weights/x", True, session=session, model_seq=2))
+        assert isinstance(twin, ModelReady)
+        assert str(await ask(service, step(again.model, 1))) == str(await ask(service, step(twin.model, 1)))
+        rig.now += service.limits.silent_kept_seconds + 1
+        service.heartbeat("a", session)
+        service.tidy()
+        assert {each.path for each in service.checkpoints("a")} == {f"tinker://{saved}/weights/x"}
+        rig.now += service.limits.kept_seconds
+        service.heartbeat("a", session)
+        service.tidy()
+        assert {each.id for each in service.sessions("a")} == {session, saved.partition(":")[0]}
+        # The steps of what is forgotten count.
+        assert service.status().tenants["a"].steps == 4
+    async with rig.open() as service:
+        assert service.status().tenants["a"].steps == 4
+
+
+async def test_a_session_that_shows_life_again_goes_on_as_if_it_had_never_been_silent(rig):
+    async with rig.open() as service:
+        model = await new_model(service)
+        await ask(service, step(model, 1))
+        rig.now += service.limits.heartbeat_seconds + 1
+        service.tidy()
+        assert service.status().tenants["a"].sessions == 0
+        service.heartbeat("a", model.partition(":")[0])
+        assert service.status().tenants["a"].sessions == 1
+    async with rig.open() as service:
+        rig.now += service.limits.silent_seconds
+        await service.end_silent()
+        assert isinstance(await ask(service, step(model, 2)), Updated)
+        await fall_silent(rig, service)
+        assert service.session("a", model.partition(":")[0]).ended == "interrupted"
+
+
+async def test_a_silent_session_whose_state_cannot_be_kept_does_not_end(rig, monkeypatch):
+    async with rig.open() as service:
+        model = await new_model(service)
+        await ask(service, step(model, 1))
+        with monkeypatch.context() as full:
+            full.setattr(saves_module, "_link", raising(OSError(errno.ENOSPC, "No space left on device")))
+            await fall_silent(rig, service)
+            assert service.session("a", model.partition(":")[0]).ended == ""
+        await service.end_silent()
+        assert service.session("a", model.partition(":")[0]).ended == "interrupted"
+        assert [each.name for each in service.checkpoints("a")] == ["silent-1"]
+
+
+async def test_the_record_has_a_bounded_number_of_sessions(rig):
+    async with rig.open(records=4) as service:
+        used = await new_model(service)
+        kept = await new_model(service)
+        await ask(service, save(kept, 1, "x"))
+        await service.finish_session("a", kept.partition(":")[0], "success")
+        ended, silent = await service.create_session("a"), await service.create_session("a")
+        await service.finish_session("a", ended, "success")
+        rig.now += service.limits.heartbeat_seconds + 1
+        service.heartbeat("a", used.partition(":")[0])
+        service.tidy()
+        for _ in range(2):
+            await service.create_session("a")
+        assert ended not in service._sessions and silent not in service._sessions
+        for _ in range(2):
+            with pytest.raises(Busy, match="4 sessions whose checkpoints are kept or that have not ended"):
+                await service.create_session("a")
+        await service.create_session("b")
+        await service.delete_checkpoint("a", f"tinker://{kept}/weights/x")
+        service.tidy()
+        await service.create_session("a")
+        assert isinstance(await ask(service, compute(used, 1)), PassResult)
+    async with rig.open(records=4) as service:
+        assert len(service.sessions("a")) == 4 and len(service.sessions("b")) == 1
+
+
+async def test_the_record_has_a_bounded_number_of_models_and_their_numbers_stay_used(rig):
+    async with rig.open(records=3) as service:
+        session = await service.create_session("a")
+        for number in range(5):
+            model = await ask(service, create(session, number))
+            assert isinstance(model, ModelReady)
+            await ask(service, UnloadModel(model.model))
+            while not service._training.gone(model.model):
+                await asyncio.sleep(0)
+        assert service.session("a", session).models == [f"{session}:train:{number}" for number in (2, 3, 4)]
+    async with rig.open(records=3) as service:
+        with pytest.raises(Gone, match="use the next number"):
+            await service.submit("a", create(session, 1))
+        assert isinstance(await ask(service, create(session, 5)), ModelReady)
+
+
+async def test_the_record_has_a_bounded_number_of_samplers_and_the_last_used_stay(rig):
+    async with rig.open(records=3) as service:
+        session = await service.create_session("a")
+        made = [await service.create_sampler("a", session, number) for number in range(3)]
+        await ask(service, sample(made[0], 0))
+        made.append(await service.create_sampler("a", session, 3))
+        await ask(service, sample(made[0], 1))
+        with pytest.raises(Unknown):
+            await service.submit("a", sample(made[1], 0))
+        assert service.session("a", session).samplers == [made[0], made[2], made[3]]
+    async with rig.open(records=3) as service:
+        assert service.session("a", session).samplers == [made[0], made[2], made[3]]
+
+
+async def test_the_record_has_a_bounded_number_of_checkpoints(rig):
+    async with rig.open(records=2) as service:
+        model = await new_model(service)
+        for seq in (1, 2):
+            assert isinstance(await ask(service, save(model, seq)), Saved)
+        failed = await ask(service, save(model, 3))
+        assert isinstance(failed, Failed) and "2 checkpoints" in failed.message
+        await service.delete_checkpoint("a", f"tinker://{model}/weights/1")
+        assert isinstance(await ask(service, save(model, 4)), Saved)
+
+
 def test_a_full_disk_is_named_when_the_record_cannot_be_opened(tmp_path, monkeypatch):
     error = sqlite3.OperationalError("database or disk is full")
     error.sqlite_errorcode = sqlite3.SQLITE_FULL
@@ -1181,7 +1342,8 @@ async def test_status_counts_what_is_there(rig):
         rig.now += 5
         status = service.status().tenants["a"]
         (found,) = status.models
-        assert (found.id, found.steps, found.tokens, found.queued, found.waited) == (model, 1, 3, 1, 5.0)
+        assert (found.id, found.steps, found.queued, found.waited) == (model, 1, 1, 5.0)
+        assert (status.steps, status.tokens) == (1, 3)
         assert found.loss is not None
         assert found.on_ranks
         assert (status.sessions, status.snapshots, status.checkpoints, status.pending) == (1, 1, 1, 1)
