@@ -347,7 +347,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
 @command(
     RUNS, "serve configs/serve_quickstart.yaml", "serve configs/serve_qwen3_8b.yaml serve.port=8080 rollout.servers=4"
 )
-def serve(config: ConfigFile, overrides: Overrides = None) -> None:
+def serve(config: ConfigFile, overrides: Overrides = None, continue_file: ContinueFile = None) -> None:
     """Serve training and sampling to scripts that speak Tinker's protocol.
 
     Starts trainer ranks, servers and an endpoint, and prints its address and the
@@ -358,12 +358,12 @@ def serve(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     from megasync.preflight.check import check_service
 
-    loaded = _loaded(config, overrides)
+    loaded = _loaded(*_resolved(config, overrides, continue_file))
     check_service(loaded)  # before the import below, which takes seconds
 
     from megasync.service.app import serve_forever
 
-    serve_forever(loaded)
+    serve_forever(loaded, continue_file)
 
 
 @command(
@@ -919,17 +919,19 @@ def launch(
 ) -> None:
     """Train with CONFIG on several hosts: starts Ray on each, runs the driver on the first, and shuts everything down.
 
+    A CONFIG with a section serve is served (megasync serve); its endpoint is on the first host.
     The checkout and the run's folders must have the same paths on all hosts. Press
     Ctrl-C once to finish the current step, save a checkpoint and stop; press it
     twice to stop immediately. Under Slurm, SIGUSR1 saves a checkpoint and requeues
     the job.
     """
     from megasync.config import load_config
+    from megasync.config.commands import is_served
     from megasync.launch.hosts import read_hosts
     from megasync.launch.launcher import LOCAL, Job, run_job
     from megasync.launch.launcher import dry_run as commands
     from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
-    from megasync.preflight.check import check_config
+    from megasync.preflight.check import check_config, check_service
 
     if bool(hosts) == slurm:
         raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
@@ -943,7 +945,8 @@ def launch(
         continue_file = run_file(load_config(config, overrides or ()).run_root)
     source, changes = _resolved(config, overrides, continue_file)
     loaded = load_config(source, [*changes, *JOINED])
-    check_config(_with_models(loaded, weights=False), planning=True)
+    check = check_service if is_served(loaded) else check_config
+    check(_with_models(loaded, weights=False), planning=True)
     job = Job(
         hosts=named,
         config=loaded,
@@ -990,12 +993,18 @@ def launch_render(
     Nodes and devices are those of `megasync plan`. The file holds no secrets; its
     first lines say how it is submitted.
     """
+    from megasync.config.commands import is_served
     from megasync.launch.manifests import deployment, render
     from megasync.planning.plan import resolve_plan
     from megasync.preflight.check import check_config
 
     changes = overrides or []
     loaded = _loaded(config, [*changes, *JOINED], weights=False)
+    if is_served(loaded):
+        raise ConfigError(
+            "serve: there are no files for a service, whose clients must reach it; use megasync launch --hosts or "
+            "--slurm, or run megasync serve CONFIG cluster.address=auto in a pod of a Ray cluster of your own"
+        )
     check_config(loaded, planning=True)
     run = deployment(target, resolve_plan(loaded), config, changes, image, volume, folder, gpu)
     typer.echo(render(target, run), nl=False)

@@ -31,6 +31,7 @@ from megasync.concurrency.event_loop import handle_signals
 from megasync.concurrency.tasks import cancel_and_wait, wait_for_first
 from megasync.config import Config
 from megasync.config.access import GENERATION_KEY_VARIABLE, SESSIONS_KEY_VARIABLE, given_key
+from megasync.config.commands import is_served
 from megasync.errors import ConfigError, MegasyncError, raised_as
 from megasync.launch.hosts import Host
 from megasync.launch.node import HEAD_SECONDS, READY, STOP_SECONDS
@@ -115,7 +116,8 @@ class Job:
     def driver(self, head: str) -> list[str]:
         named = ["--continue", str(self.continue_file)] if self.continue_file else []
         place = [f"cluster.address={head}", "cluster.host=auto"]
-        return [self.python, "-m", "megasync", "train", *named, *self._config(), *place]
+        command = "serve" if is_served(self.config) else "train"
+        return [self.python, "-m", "megasync", command, *named, *self._config(), *place]
 
     @property
     def stop_seconds(self) -> float:

@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from megasync.app.mailbox import answer_with_report
+from megasync.app.resume_file import read_resume_file, write_resume_file
 from megasync.app.run_directory import AnyRun, OpenedRun, new_run_dir, run_stoppable
 from megasync.app.servers import POISON_FOLDER, reserve_pools
 from megasync.app.workload import stop_ids
@@ -75,13 +76,18 @@ FINISH_SECONDS = 0.2
 RANKS = "trainer"
 
 
-def serve_forever(config: Config) -> None:
-    """Serves until it is stopped, in a new run directory. ``config`` passed `check_service`.
+def serve_forever(config: Config, resume_file: Path | None = None) -> None:
+    """Serves until it is stopped, in the run directory that ``resume_file`` names, or in a new one, which it then names.
+
+    ``config`` passed `check_service`, and came from `resume_file.resolve_config`.
 
     Ctrl-C once stops accepting requests and ends; twice ends immediately. Raises ConfigError and DataError before
     anything starts; another MegasyncError for what ended the service.
     """
-    run_to_end(_begin(config, None))
+    run_dir = None if resume_file is None else read_resume_file(resume_file)
+    if run_dir is not None:
+        check_changes(load_config(run_dir / CONFIG_FILE), with_names(config), 0)
+    run_to_end(_begin(config, run_dir, resume_file))
 
 
 def resume_serving(run_dir: Path, overrides: Sequence[str] = ()) -> None:
@@ -96,12 +102,14 @@ def _resumed(run_dir: Path, overrides: Sequence[str]) -> Config:
     return config
 
 
-async def _begin(config: Config, run_dir: Path | None) -> None:
+async def _begin(config: Config, run_dir: Path | None, resume_file: Path | None = None) -> None:
     await asyncio.to_thread(_check, config)
     # Raises ConfigError without Tinker's messages, which a service without an endpoint does without.
     from megasync.service.endpoint import Endpoint
 
     run_dir = run_dir or new_run_dir(config)
+    if resume_file is not None:
+        await asyncio.to_thread(write_resume_file, resume_file, run_dir)
     run = ServedRun(config, run_dir, Endpoint)
     await run_stoppable(run.execute(), run_dir, config, run)
 

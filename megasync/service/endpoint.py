@@ -92,6 +92,8 @@ _PROTOBUF = {"Content-Type": "application/x-protobuf"}
 VERSIONS_HEADER = "X-Weight-Versions"
 # What `client/config` tells clients. A chunk of data, whose size they estimate, fits into `body_mb`.
 _CHUNK_BYTES = 5_000_000
+# Sessions, models or checkpoints in one list, so that long ones hold up nobody else.
+_PAGE = 1_000
 Decoded = TypeVar("Decoded")
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _LARGE = frozenset(["forward_backward", "asample"])
@@ -480,7 +482,9 @@ class Endpoint:
         }
 
     async def _list_checkpoints(self, call: _Call) -> web.Response:
-        found, cursor = _page(call, self._service.checkpoints(call.tenant, *call.names))
+        found = self._service.checkpoints(call.tenant, *call.names)
+        # Clients ask for those of one model without pages.
+        found, cursor = _page(call, found, most=len(found) if call.names else _PAGE)
         return _json({"checkpoints": [_checkpoint(each) for each in found], "cursor": cursor})
 
     async def _weights_info(self, call: _Call) -> web.Response:
@@ -621,15 +625,15 @@ def _refusal(error: Exception) -> RequestError:
 Listed = TypeVar("Listed")
 
 
-def _page(call: _Call, found: Sequence[Listed]) -> tuple[Sequence[Listed], dict[str, int]]:
-    """The part of a list that `limit` and `offset` ask for, all of it without them, and where it is in the list."""
+def _page(call: _Call, found: Sequence[Listed], most: int = _PAGE) -> tuple[Sequence[Listed], dict[str, int]]:
+    """The part of a list that `limit` and `offset` ask for, at most ``most`` of it, and where it is in the list."""
     numbers = []
     for name, least in (("limit", 1), ("offset", 0)):
         text = call.request.query.get(name, "")
         if text and not (re.fullmatch("[0-9]{1,9}", text) and int(text) >= least):
             raise DataError(f"{name}={text!r} is not a whole number of at least {least}")
-        numbers.append(int(text) if text else least * len(found))
-    limit, offset = numbers
+        numbers.append(int(text) if text else least * most)
+    limit, offset = min(numbers[0], most), numbers[1]
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -69,6 +69,8 @@ Forgettable = TypeVar("Forgettable")
 
 # Seconds between two looks at what is past its time.
 TIDY_SECONDS = 1.0
+# Sessions that are acted on at one look.
+AT_ONCE = 1_000
 # Seconds between two looks for sessions that are silent for too long.
 SILENT_SECONDS = 60.0
 # The record has numbers of 64 bits.
@@ -438,15 +440,17 @@ class Service:
                 self._ended[name] = now
 
     def _before(self, times: Mapping[str, float], time: float) -> list[str]:
-        """The names up to a time, of times in ascending order."""
-        return [name for name, _ in takewhile(lambda item: item[1] < time, times.items())]
+        """The names up to a time, of times in ascending order; a part of many, so that clients are answered soon."""
+        return [name for name, _ in takewhile(lambda item: item[1] < time, islice(times.items(), AT_ONCE))]
 
     async def end_silent(self) -> None:
         """Ends sessions that are silent for too long. The last states of their models become checkpoints first."""
         for name in self._before(self._silent, self._clock() - self.limits.silent_seconds):
-            session = self._sessions[name]
+            if (session := self._sessions.get(name)) is None:
+                continue
             kept = [await self._training.keep(model) for model in [*session.models]]
-            # It may have shown a sign of life, or been finished, meanwhile.
+            await asyncio.sleep(0)
+            # It may have shown a sign of life, or been finished or forgotten, meanwhile.
             if all(kept) and name in self._silent:
                 days = (self._clock() - session.silent) / 86_400
                 log.info("Session %s of tenant %s ends: it is silent for %.1f days", name, session.tenant, days)

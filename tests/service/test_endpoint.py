@@ -531,12 +531,17 @@ async def test_a_client_that_takes_nothing_loses_its_download_and_the_folder_goe
     assert (await rig.ask("healthz"))[0] == 200
 
 
-async def test_lists_are_given_in_pages(rig):
+async def test_lists_are_given_in_pages(rig, monkeypatch):
     session = await session_of(rig)
     models = [await model_of(rig, session, number) for number in range(3)]
     _, answer = await rig.ask("training_runs?limit=1&offset=1")
     assert answer["cursor"] == {"offset": 1, "limit": 1, "total_count": 3}
     assert [run["training_run_id"] for run in answer["training_runs"]] == [models[1]]
+    monkeypatch.setattr(module, "_PAGE", 2)
+    for asked in ("training_runs", "training_runs?limit=3"):
+        _, answer = await rig.ask(asked)
+        assert answer["cursor"] == {"offset": 0, "limit": 2, "total_count": 3}
+        assert len(answer["training_runs"]) == 2
 
 
 async def test_polls_end_when_the_service_closes(tmp_path):
