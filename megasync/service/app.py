@@ -77,7 +77,7 @@ RANKS = "trainer"
 
 
 def serve_forever(config: Config, resume_file: Path | None = None) -> None:
-    """Serves until it is stopped, in the run directory that ``resume_file`` names, or in a new one, which it then names.
+    """Serves until it is stopped, in the run directory that ``resume_file`` names, or a new one, which it names then.
 
     ``config`` passed `check_service`, and came from `resume_file.resolve_config`.
 
