@@ -21,9 +21,11 @@ An outcome that failed is answered with 200, `error` and `category`: the client 
     waits                      for                          woken by
     -------------------------  ---------------------------  -----------------------------------------------------------
     retrieve_future(s)         an outcome                   the service; `_POLL_SECONDS`; the end of the connection
+    any request                others of its tenant         the next round of the event loop
     the body of a request      the client                   its last byte; a deadline
     a large request            others of its tenant         the answer to one of them
-    a download                 the client                   room in its socket; a deadline for each piece
+    a download                 others of its tenant         the end of one of them
+    a piece of a download      the client                   room in its socket; a deadline
     an idle connection         a request                    the request; `_IDLE_SECONDS`
 
 It is aiohttp's low-level server, as the gateway is.
@@ -60,6 +62,7 @@ from megasync.service.interfaces import PassResult, Samples
 from megasync.service.methods import REFUSED
 from megasync.service.records import Checkpoint, Model
 from megasync.service.requests import Busy, Gone, Outcome, Request, ServiceClosed, Unknown
+from megasync.service.scheduler import Rounds
 from megasync.service.service import Service
 
 log = logging.getLogger(__name__)
@@ -74,11 +77,15 @@ _IDLE_SECONDS = 120.0
 # Seconds for a client to take a piece of a download, and the bytes of a piece.
 _STALL_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
+# Downloads of a tenant at the same time, each with a piece in memory and now and then a thread that reads the next one.
+_DOWNLOADS = 8
 # Connections that may wait to be accepted: all samples of a step may be asked for at the same moment.
 _BACKLOG = 4096
 _MIB = 1024**2
 # A body that is larger is decoded in a thread, so that others are answered meanwhile.
 _THREAD_BYTES = 1 << 16
+# Requests of a tenant that are begun or answered before it is the others' turn, of about half a millisecond each.
+_TOGETHER = 16
 # Bytes of a body that has no tokens.
 _SMALL_BYTES = 1 << 20
 # Requests of a tenant with larger bodies that are read and decoded at the same time; the others' bodies stay unread.
@@ -141,6 +148,8 @@ class Endpoint:
         # Decoded, a body may take 30 times its size, so only one large one is at a time.
         self._decoding = asyncio.Lock()
         self._large_requests: dict[str, asyncio.Semaphore] = {}
+        self._downloads: dict[str, asyncio.Semaphore] = {}
+        self._rounds = Rounds(_TOGETHER)
         self._runner: web.ServerRunner | None = None
         self._routes: dict[tuple[str, str], _Handler] = {
             ("POST", "client/config"): self._client_config,
@@ -236,6 +245,7 @@ class Endpoint:
                 return await self._file(request, path.removeprefix("files/"))
             tenant = self._tenant(request.headers.get("X-API-Key", ""))
             handler, names = self._find(request.method, path)
+            await self._rounds.turn(tenant)
             async with self._turn(tenant, request):
                 call = _Call(tenant, request, names, await self._body(request))
                 try:
@@ -433,6 +443,8 @@ class Endpoint:
     async def _retrieve(self, call: _Call) -> web.Response:
         promise = wire.read(call.body, "FutureRetrieveRequest").request_id
         outcome = await self._service.outcome(call.tenant, promise, _POLL_SECONDS)
+        # Outcomes of many requests come at the same moment.
+        await self._rounds.turn(call.tenant)
         if outcome is None:
             return _json({"type": "try_again", "request_id": promise, "queue_state": "active"}, 408)
         return await _outcome(outcome, "protobuf" in call.request.headers.get("Accept", ""))
@@ -484,7 +496,7 @@ class Endpoint:
     async def _list_checkpoints(self, call: _Call) -> web.Response:
         found = self._service.checkpoints(call.tenant, *call.names)
         # Clients ask for those of one model without pages.
-        found, cursor = _page(call, found, most=len(found) if call.names else _PAGE)
+        found, cursor = _page(call, found, most=len(found) if call.names else None)
         return _json({"checkpoints": [_checkpoint(each) for each in found], "cursor": cursor})
 
     async def _weights_info(self, call: _Call) -> web.Response:
@@ -520,8 +532,11 @@ class Endpoint:
         return _nothing()
 
     async def _archive(self, call: _Call) -> web.StreamResponse:
-        async with self._service.folder(call.tenant, _path(call)) as folder:
+        async with self._download(call.tenant), self._service.folder(call.tenant, _path(call)) as folder:
             return await _send(call.request, tar_pieces(folder, _PIECE_BYTES), tar_bytes(folder))
+
+    def _download(self, tenant: str) -> asyncio.Semaphore:
+        return self._downloads.setdefault(tenant, asyncio.Semaphore(_DOWNLOADS))
 
     async def _file_urls(self, call: _Call) -> web.Response:
         path = _path(call)
@@ -552,7 +567,7 @@ class Endpoint:
         tenant, path, file, expires = orjson.loads(base64.urlsafe_b64decode(text))
         if expires < time.time():
             raise RequestError(403, f"the address of {file} was valid for {_FILE_SECONDS} s; ask for it again")
-        async with self._service.folder(tenant, path) as folder:
+        async with self._download(tenant), self._service.folder(tenant, path) as folder:
             return await _send(request, pieces(folder / file, _PIECE_BYTES), (folder / file).stat().st_size)
 
 
@@ -625,8 +640,9 @@ def _refusal(error: Exception) -> RequestError:
 Listed = TypeVar("Listed")
 
 
-def _page(call: _Call, found: Sequence[Listed], most: int = _PAGE) -> tuple[Sequence[Listed], dict[str, int]]:
+def _page(call: _Call, found: Sequence[Listed], most: int | None = None) -> tuple[Sequence[Listed], dict[str, int]]:
     """The part of a list that `limit` and `offset` ask for, at most ``most`` of it, and where it is in the list."""
+    most = _PAGE if most is None else most
     numbers = []
     for name, least in (("limit", 1), ("offset", 0)):
         text = call.request.query.get(name, "")

@@ -6,6 +6,8 @@ time in which two have work, what they receive differs by at most the cost of th
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter, deque
 from collections.abc import Iterable
 
 
@@ -34,3 +36,38 @@ class FairTurns:
     def forget(self, name: str) -> None:
         """Forgets a name that never comes again."""
         self._received.pop(name, None)
+
+
+class Rounds:
+    """Lets each name begin up to ``most`` things in one round of the event loop; further ones wait for the next.
+
+    However many of a name's requests have arrived, those of the others so wait for ``most`` of them at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begun = Counter[str]()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def turn(self, name: str) -> None:
+        """Returns when something of the name may begin, in the order of calls."""
+        if not self._begun:
+            asyncio.get_running_loop().call_soon(self._next)
+        if name not in self._waiting and self._begun[name] < self._most:
+            self._begun[name] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, deque()).append(turn)
+        await turn
+
+    def _next(self) -> None:
+        self._begun.clear()
+        for name, queue in [*self._waiting.items()]:
+            while queue and self._begun[name] < self._most:
+                if not (turn := queue.popleft()).done():
+                    turn.set_result(None)
+                    self._begun[name] += 1
+            if not queue:
+                del self._waiting[name]
+        if self._begun:
+            asyncio.get_running_loop().call_soon(self._next)

@@ -73,6 +73,8 @@ TIDY_SECONDS = 1.0
 AT_ONCE = 1_000
 # Seconds between two looks for sessions that are silent for too long.
 SILENT_SECONDS = 60.0
+# Tokens of a pass that is encoded in a thread.
+LARGE_TOKENS = 1 << 14
 # The record has numbers of 64 bits.
 MOST_NUMBERS = 2**63
 CLOSING = "the service is shutting down; promises are kept: ask again once it runs"
@@ -185,17 +187,19 @@ class Service:
         Raises DataError for a refused one: Unknown, Gone or Busy for what the names say, and otherwise what its client
         must change. Raises ServiceClosed when the service is.
         """
-        self._check_open()
         check_key(key)
-        body = encode(request)
-        digest = hashlib.sha256(type(request).__name__.encode() + body).digest()
+        tokens = tokens_of(request, self.served.context)
+        # A large request takes a while, in which others are answered.
+        large = isinstance(request, Compute) and tokens > LARGE_TOKENS
+        body, digest = await asyncio.to_thread(encoded, request) if large else encoded(request)
+        self._check_open()
         if key is not None and (same := self._promises.of_key(tenant, key)) is not None:
             return await self._repeated(same, digest)
         name, target, seq = self._identify(tenant, request)
         if (same := self._promises.find(name)) is not None:
             return await self._repeated(same, digest)
         self._check_number(target, seq)
-        tokens, now = tokens_of(request, self.served.context), self._clock()
+        now = self._clock()
         try:
             check_request(request, len(body), tokens, self.served, self.limits)
             self._check_room(tenant, request, target, seq, tokens, len(body))
@@ -482,9 +486,7 @@ class Service:
         """Forgets a model that has ended. Its number stays used, because names of adapters have it."""
         session = self._sessions[model.record.session]
         session.first_model = max(session.first_model, 1 + int(model.record.id.rpartition(":")[2]))
-        self._promises.record(
-            *self._training.forget(model.record.id), put_record("session", session.id, session)
-        )
+        self._promises.record(*self._training.forget(model.record.id), put_record("session", session.id, session))
 
     def _forget_beyond(
         self,
@@ -730,6 +732,12 @@ class Service:
 
     def _rate(self, tenant: str) -> Rate:
         return self._rates.setdefault(tenant, Rate())
+
+
+def encoded(request: Request) -> tuple[bytes, bytes]:
+    """A request as it is recorded, and the digest of that. Raises DataError for what cannot be recorded."""
+    body = encode(request)
+    return body, hashlib.sha256(type(request).__name__.encode() + body).digest()
 
 
 def model_of(request: Request) -> str | None:

@@ -284,6 +284,9 @@ class Training:
         saved = (each for each in self._checkpoints.of_model(name) if each.kind == "weights")
         if record.ended or not record.state or any(int(each.adapter.rpartition("-")[2]) >= last for each in saved):
             return True
+        if not (self._run / record.state).is_dir():
+            log.warning("The state of model %s is lost: there is no folder %s", name, record.state)
+            return True
         adapter, written = adapter_of(name, last), asyncio.get_running_loop().create_future()
         await self.saves.begin(name, folder_of(adapter), True, record.state, written.set_result)
         size: int | Exception = await asyncio.shield(written)
@@ -444,7 +447,10 @@ class Training:
             return
         turn = next(turn for turn in batch if turn.model is model)
         state = model.record.state or "its first state"
-        message = f"the model cannot be brought back from {state}: {cause}; the request had no effect: repeat it"
+        message = (
+            f"the model cannot be brought back from {state}: {cause}; the request had no effect: repeat it, or load a "
+            f"checkpoint into the model first if that does not help"
+        )
         self._finish(turn, Failed(message, "server"))
 
     async def _restart(self, error: BaseException) -> None:

@@ -531,6 +531,35 @@ async def test_a_client_that_takes_nothing_loses_its_download_and_the_folder_goe
     assert (await rig.ask("healthz"))[0] == 200
 
 
+async def test_downloads_of_a_tenant_wait_for_one_another(rig, monkeypatch):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    path = f"training_runs/{model}/checkpoints/weights/w"
+    await rig.ask(f"{path}/publish", {})
+    running, most, taken = 0, 0, asyncio.Event()
+
+    async def send(request, parts, size):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        if request.headers["X-API-Key"] == KEYS["ann"]:
+            await taken.wait()
+        running -= 1
+        return module.web.Response(body=b"".join(parts))
+
+    monkeypatch.setattr(module, "_DOWNLOADS", 2)
+    monkeypatch.setattr(module, "_send", send)
+    waiting = [asyncio.create_task(rig.ask(f"{path}/archive")) for _ in range(5)]
+    while running < 2:
+        await asyncio.sleep(0)
+    # Another tenant's goes ahead.
+    assert (await rig.ask(f"{path}/archive", key=KEYS["bob"]))[0] == 200
+    assert running == 2
+    taken.set()
+    assert [(await each)[0] for each in waiting] == [200] * 5
+    assert most == 3
+
+
 async def test_lists_are_given_in_pages(rig, monkeypatch):
     session = await session_of(rig)
     models = [await model_of(rig, session, number) for number in range(3)]

@@ -1,9 +1,11 @@
 """Turns are fair by tokens among those who have work."""
 
+import asyncio
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.service.scheduler import FairTurns
+from megasync.service.scheduler import FairTurns, Rounds
 
 COSTS = st.integers(1, 1000)
 
@@ -33,3 +35,25 @@ def test_who_was_idle_saved_up_nothing(costs):
         turns.charge(name, 10)
         taken[name] += 1
     assert taken["busy"] >= 5 - max(costs) // 10
+
+
+async def test_of_many_things_that_one_begins_another_waits_for_few():
+    rounds, order = Rounds(4), []
+
+    async def begin(name):
+        await rounds.turn(name)
+        order.append(name)
+
+    many = [asyncio.create_task(begin("many")) for _ in range(50)]
+    await asyncio.sleep(0)
+    # Whoever is gone takes nobody's turn.
+    for task in many[10:20]:
+        task.cancel()
+    few = [asyncio.create_task(begin("few")) for _ in range(3)]
+    await asyncio.wait(few)
+    assert order.count("few") == 3 and order.count("many") <= 16
+    await asyncio.gather(*many, return_exceptions=True)
+    assert order.count("many") == 40
+    # Nothing is left to wait for.
+    await begin("many")
+    assert order[-1] == "many"

@@ -976,6 +976,27 @@ async def test_a_silent_session_ends_and_its_unsaved_state_is_a_checkpoint_for_a
         assert service.status().tenants["a"].steps == 4
 
 
+async def test_a_model_whose_state_is_lost_goes_on_with_a_checkpoint_and_its_session_ends(rig):
+    async with rig.open() as service:
+        lost = [await new_model(service) for _ in range(2)]
+        for model in lost:
+            await ask(service, save(model, 1, "x"))
+            await ask(service, step(model, 2))
+    shutil.rmtree(rig.folder / "states")
+    async with rig.open() as service:
+        failed = await ask(service, compute(lost[0], 3))
+        assert isinstance(failed, Failed) and "load a checkpoint" in failed.message
+        path = f"tinker://{lost[0]}/weights/x"
+        assert await ask(service, LoadWeights(path, True, lost[0], 4)) == ModelReady(lost[0], path)
+        assert isinstance(await ask(service, step(lost[0], 5)), Updated)
+        await fall_silent(rig, service)
+        assert {session.ended for session in service.sessions("a")} == {"interrupted"}
+        assert {each.path for each in service.checkpoints("a")} == {
+            *(f"tinker://{model}/weights/x" for model in lost),
+            f"tinker://{lost[0]}/weights/silent-5",
+        }
+
+
 async def test_a_session_that_shows_life_again_goes_on_as_if_it_had_never_been_silent(rig):
     async with rig.open() as service:
         model = await new_model(service)
