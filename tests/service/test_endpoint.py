@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import random
+import socket
 import tarfile
 
 import numpy as np
@@ -584,3 +585,30 @@ async def test_polls_end_when_the_service_closes(tmp_path):
         rig.service._promises.close("the service is shutting down")
         status, answer = await poll
         assert status == 503 and "shutting down" in answer["detail"]
+
+
+async def test_requests_of_a_tenant_that_arrive_together_hold_up_another_for_a_few_only(rig, monkeypatch):
+    sessions = {tenant: await session_of(rig, key) for tenant, key in KEYS.items()}
+    host, port = rig.endpoint.url.removeprefix("http://").split(":")
+    answered: list[str] = []
+    heartbeat = rig.service.heartbeat
+    monkeypatch.setattr(rig.service, "heartbeat", lambda *names: (answered.append(names[0]), heartbeat(*names)))
+
+    def ask(tenant):
+        body = json.dumps({"session_id": sessions[tenant]}).encode()
+        head = f"POST /api/v1/session_heartbeat HTTP/1.1\r\nHost: x\r\nX-API-Key: {KEYS[tenant]}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(head.encode() + body)
+        connection.setblocking(False)
+        return connection
+
+    # All arrive before any is read.
+    waiting = [ask(tenant) for tenant in (*["bob"] * 200, "ann")]
+    loop = asyncio.get_running_loop()
+    assert (await loop.sock_recv(waiting[-1], 1000)).startswith(b"HTTP/1.1 200")
+    assert answered.index("ann") <= 32
+    for connection in waiting:
+        if connection is not waiting[-1]:
+            assert (await loop.sock_recv(connection, 1000)).startswith(b"HTTP/1.1 200")
+        connection.close()
