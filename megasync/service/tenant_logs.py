@@ -13,6 +13,9 @@ from megasync.service.requests import Failed, Sample
 
 _log = logging.getLogger(__name__)
 
+# Bytes of a file, after which a new one begins; the one before it is kept as `.log.1`.
+BYTES = 64 * 10**6
+
 
 def note(promise: Promise, seconds: float) -> None:
     """Notes the outcome of a request, ``seconds`` after it was accepted; of samples, only failures."""
@@ -35,8 +38,12 @@ class _Files(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         path = self._folder / f"tenant-{vars(record)['tenant']}.log"
-        with contextlib.suppress(OSError), path.open("a", encoding="utf-8") as file:
-            file.write(self.format(record) + "\n")
+        with contextlib.suppress(OSError):
+            with path.open("a", encoding="utf-8") as file:
+                file.write(self.format(record) + "\n")
+                full = file.tell() > BYTES
+            if full:
+                path.replace(path.with_suffix(".log.1"))
 
 
 @contextlib.contextmanager

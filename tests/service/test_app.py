@@ -98,6 +98,18 @@ def test_each_tenant_has_a_log_of_its_outcomes_and_none_of_another(tmp_path):
     assert "n:1" in (tmp_path / "tenant-other.log").read_text()
 
 
+def test_a_log_of_a_tenant_has_a_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(tenant_logs, "BYTES", 1_000)
+    with tenant_logs.writing(tmp_path):
+        for seq in range(100):
+            tenant_logs.note(Promise(f"m:{seq}", "lab", "m", seq, None, "OptimStep", b"", 1, 0.0), 0.1)
+    assert {path.name for path in tmp_path.iterdir()} <= {"tenant-lab.log", "tenant-lab.log.1"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 3_000
+    # The last lines are there.
+    kept = "".join(path.read_text() for path in (*tmp_path.glob("*.1"), *tmp_path.glob("*.log")))
+    assert [f"m:{seq}," in kept for seq in range(95, 100)] == [True] * 5
+
+
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path):
     with tenant_logs.writing(tmp_path / "absent"):
         tenant_logs.note(Promise("m:1", "lab", "m", 1, None, "OptimStep", b"", 1, 0.0), 0.1)

@@ -61,8 +61,8 @@ class ServeConfig:
     tokens_in_flight: int = key(
         16_000_000, AT_LEAST_ONE, at_least("rollout.context_length", because="one sequence may be that long")
     )
-    # Maximum size of a request's body in MiB, also after it is decompressed.
-    request_mb: int = key(64, AT_LEAST_ONE)
+    # Maximum size of a request's body in MiB, also after it is decompressed. The ledger takes no larger ones than 900.
+    request_mb: int = key(64, Range(1, 900))
     # Seconds without a heartbeat after which a session's models leave the memory and its adapters the servers. They
     # come back with its next request.
     heartbeat_seconds: float = key(600.0, Range(30))
