@@ -552,8 +552,8 @@ class Service:
 
     async def _end_silent_regularly(self) -> None:
         while True:
-            await self.end_silent()
             await asyncio.sleep(SILENT_SECONDS)
+            await self.end_silent()
 
     # Accepting
 
