@@ -146,16 +146,17 @@ def _joined(work: Pass, parts: Sequence[PassPart]) -> PassResult:
 
 
 def checked(work: Pass, served: ServedModel) -> LossPass:
-    """A pass as it travels to ranks. Raises DataError for what its client must change, which names datum and input."""
+    """A pass, whose tokens `check_request` has accepted, as it travels to ranks.
+
+    Raises DataError for what its client must change, which names datum and input.
+    """
     if work.loss in REFUSED:
         raise DataError(f"the loss {work.loss!r} is not supported: {REFUSED[work.loss]}")
     if work.loss not in LOSSES:
         raise DataError(f"the loss {work.loss!r} is unknown; it must be one of {', '.join(LOSSES)}")
-    if not work.data:
-        raise DataError("a pass needs at least one datum, but its data is empty")
     loss = LOSSES[work.loss]
     defaults = {**loss.defaults, **_options(work, loss)}
-    tokens = [_tokens(index, datum, served) for index, datum in enumerate(work.data)]
+    tokens = [np.asarray(datum.tokens, np.int32) for datum in work.data]
     targets = [_targets(index, datum, work.loss, loss, served.vocab) for index, datum in enumerate(work.data)]
     names = (*loss.required, *defaults)
     for index, datum in enumerate(work.data):
@@ -194,20 +195,6 @@ def _options(work: Pass, loss: SumLoss) -> dict[str, float]:
         if not isinstance(value, (int, float)) or not math.isfinite(value):
             raise DataError(f"loss_fn_config has {name}={value!r}; it must be a finite number")
     return {name: float(value) for name, value in work.config.items()}
-
-
-def _tokens(index: int, datum: Datum, served: ServedModel) -> NDArray[np.int32]:
-    tokens = np.asarray(datum.tokens)
-    if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-        raise DataError(
-            f"datum {index} has tokens of shape {list(tokens.shape)} and dtype {tokens.dtype}; they must be a vector "
-            f"of at least one integer"
-        )
-    if len(tokens) > served.context:
-        raise DataError(
-            f"datum {index} has {len(tokens)} tokens, but the context of the service is {served.context}; cut it"
-        )
-    return _ids(index, "tokens", tokens, served.vocab)
 
 
 def _ids(index: int, name: str, ids: NDArray[Any], vocab: int) -> NDArray[np.int32]:

@@ -1192,6 +1192,8 @@ async def test_tenants_cannot_name_what_is_anothers(rig):
         ({"tokens": 50}, lambda s, m: compute(m, 1, *range(60)), DataError, "tokens=50"),
         ({}, lambda s, m: compute(m, 1, *[1] * 65), DataError, "context of tiny is 64"),
         ({}, lambda s, m: compute(m, 1, -1), DataError, "token -1"),
+        ({}, lambda s, m: compute(m, 1, 5, 100), DataError, "datum 0 has the token 100"),
+        ({}, lambda s, m: compute(m, 1, 1.5), DataError, "the type float64"),
         ({}, lambda s, m: compute(m, 0), DataError, "numbers begin with 1"),
         ({}, lambda s, m: compute(m, 10**6), DataError, "too far ahead"),
         ({}, lambda s, m: step(m, 1, float("nan")), DataError, "learning_rate=nan"),
