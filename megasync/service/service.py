@@ -12,6 +12,13 @@ same folder continues. Closing is no different; it only ends the waits of caller
 The same number of the same model or sampler, or the same idempotency key, is the same promise. Another body under it is
 refused. A request that is refused for good uses up its number, so that the requests behind it do not wait for it.
 
+Sessions, and with them models and samplers, pass through these states (`tidy`, `end_silent`), of which only the first
+has a time that a restart begins anew:
+
+    living ──no sign of life──▶ silent ──longer──▶ ended ──later, without checkpoints──▶ forgotten
+       ◀──────a sign of life──────┘                  ▲
+       └───────────────────finished──────────────────┘
+
 A tenant sees what is its own and what was published. What belongs to another is unknown to it, like what never was.
 """
 
