@@ -86,3 +86,10 @@ def test_invalid_launches_are_refused(config_file: Path, arguments: list[str], w
 def test_an_environment_that_ray_cannot_start_from_is_refused(config_file: Path) -> None:
     with pytest.raises(ConfigError, match="/an env/bin/python, because that path has a space"):
         Job([Host("a")], load_config(config_file), config_file, [], Path("/"), python="/an env/bin/python")
+
+
+@pytest.mark.parametrize(("change", "command"), [("seed=1", "train"), ("serve={}", "serve")])
+def test_the_driver_runs_what_the_configuration_is_for(config_file: Path, change: str, command: str) -> None:
+    config = load_config(config_file, [change])
+    job = Job([Host("a")], config, config_file, [change], Path("/"), continue_file=Path("this.run"))
+    assert job.driver("a:1")[1:6] == ["-m", "megasync", command, "--continue", "this.run"]

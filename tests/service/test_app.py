@@ -235,3 +235,24 @@ async def test_the_service_of_a_program_has_no_port_and_ends_with_its_block(
     # Its adapters are for this model.
     with pytest.raises(ConfigError, match="model.dtype=float16 cannot replace"):
         app.LocalService(make(*SERVED, "model.dtype=float16"), run_dir=local.run_dir)
+
+
+def test_a_file_names_the_service_to_continue(make, monkeypatch, tmp_path):
+    pytest.importorskip("tinker")
+    begun: list = []
+
+    async def stoppable(execute, run_dir, config, run):
+        execute.close()
+        begun.append(run_dir)
+        (run_dir / SERVICE_FOLDER).mkdir(exist_ok=True)
+
+    monkeypatch.setattr(app, "run_stoppable", stoppable)
+    monkeypatch.setattr(app, "_check", lambda config: None)
+    config, file = make(*SERVED), tmp_path / "this.run"
+    for _ in range(2):
+        app.serve_forever(config, file)
+    app.serve_forever(config)
+    first, again, other = begun
+    assert first == again != other and file.read_text().strip() == str(first.absolute())
+    with pytest.raises(ConfigError, match="model.dtype=float16 cannot replace"):
+        app.serve_forever(make(*SERVED, "model.dtype=float16"), file)
