@@ -34,6 +34,9 @@ BOUNDS = {"fast": 45, "standard": 90, "full": 720}
 # What a test is taken to last, in seconds, until a run here has measured it. Only the order of a run follows from it.
 SECONDS = {"real": 60.0, "ranks": 1.0, "processes": 1.0}
 
+# Seconds for a test that starts the whole stack, of which a busy machine takes minutes for each start.
+REAL_TIMEOUT = 1200
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
@@ -70,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         file = item.path.relative_to(ROOT).as_posix()
         markers = {mark.name for mark in item.iter_markers()}
+        if "real" in markers and "timeout" not in markers:
+            item.add_marker(pytest.mark.timeout(REAL_TIMEOUT))
         added = lowest_tier(markers) > tier
         if added and file not in reached:
             continue

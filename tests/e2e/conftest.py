@@ -25,7 +25,7 @@ from megasync.models import fetch
 __all__ = ["browser", "context", "open_page"]
 
 # Seconds for anything that starts or ends the whole stack on a busy machine of two cores.
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 @pytest.fixture(scope="session")

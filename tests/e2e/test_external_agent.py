@@ -18,7 +18,7 @@ from megasync.lab.chaos.report import read_ledger
 pytestmark = pytest.mark.real
 
 AGENT = Path(__file__).parents[2] / "examples" / "external_agent" / "agent.py"
-PATIENCE = 240.0
+PATIENCE = 600.0
 
 
 class Sessions:

@@ -108,7 +108,7 @@ def after(run, act: Callable[[], object], *words: str) -> None:
 
 
 # Seconds that processes of a killed node may take to end.
-PATIENCE = 60.0
+PATIENCE = 600.0
 
 
 def await_no_process(hosts: FakeHosts) -> None:

@@ -20,7 +20,7 @@ from megasync.lab.chaos.report import read_ledger
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-PATIENCE = 240.0
+PATIENCE = 600.0
 SUPPORT = Path(deadly_workflow.__file__).parent
 
 

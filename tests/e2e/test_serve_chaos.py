@@ -1,4 +1,4 @@
-"""Two tenants train while ranks, servers, the driver and clients are killed, and end where a quiet run ends."""
+"""Two tenants train while ranks, servers, the driver and clients die or hang, and end where a quiet run ends."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from megasync.service.records import Checkpoint
 
 pytestmark = [pytest.mark.real, pytest.mark.extra]
 
-STEPS = 5
-# Also of a resumed service.
-KILLS = ("rank", "server", "client", "driver", "rank", "client")
+# Also of a resumed service. What hangs is stopped (SIGSTOP) and never goes on by itself.
+FAULTS = ("rank killed", "server killed", "client killed", "driver killed", "rank killed", "client killed")
+KINDS = ("rank killed", "rank hangs", "server killed", "server hangs", "client killed", "driver killed")
 MARKS = {"rank": "ray::TrainerRank", "server": "sglang::scheduler"}
-PATIENCE = 240.0
+PATIENCE = 600.0
 # A script that is killed and started again goes on from the last state that it saved. What it trains on is fixed, so
 # that nothing depends on what was sampled; it samples in between, with the adapters of each step.
 CLIENT = """
@@ -76,8 +76,10 @@ for step in range(done, steps):
 class Script:
     """A client's script, which is started again whenever it was killed."""
 
-    def __init__(self, seed: int, model: str, progress: Path, environment: dict[str, str], lines: Queue[str]) -> None:
-        self._command = [sys.executable, "-c", CLIENT, model, str(seed), str(STEPS), str(progress)]
+    def __init__(
+        self, seed: int, model: str, steps: int, progress: Path, environment: dict[str, str], lines: Queue[str]
+    ) -> None:
+        self._command = [sys.executable, "-c", CLIENT, model, str(seed), str(steps), str(progress)]
         self._environment, self._lines = environment, lines
         self.failure = ""
         self.process = self._start()
@@ -107,10 +109,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def adapters(run_dir: Path, progress: Path) -> dict[str, np.ndarray]:
+def adapters(run_dir: Path, steps: int, progress: Path) -> dict[str, np.ndarray]:
     """The factors and Adam's moments of the last state that a script has saved."""
     done, path = json.loads(progress.read_text())
-    assert done == STEPS
+    assert done == steps
     with sqlite3.connect(run_dir / "service" / "service.db") as db:
         (data,) = db.execute("SELECT data FROM records WHERE kind = 'checkpoint' AND id = ?", (path,)).fetchone()
     folder = run_dir / "service" / folder_of(msgspec.msgpack.decode(data, type=Checkpoint).adapter)
@@ -119,13 +121,14 @@ def adapters(run_dir: Path, progress: Path) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def serve(miniature, launch, tmp_path):
-    """Runs the scripts to their ends on a service, kills after random lines of theirs, and returns their adapters."""
+    """Runs the scripts to their ends on a service, with faults after random lines, and returns their adapters."""
 
-    def run(name: str, kills: tuple[str, ...] = (), seed: int = 0) -> list[dict[str, np.ndarray]]:
+    def run(name: str, steps: int, faults: tuple[str, ...] = (), seed: int = 0) -> list[dict[str, np.ndarray]]:
         config = miniature(
             **dict.fromkeys(("data", "eval", "schedule", "run_root")),
             trainer={"tensor_parallel": 1, "lora": {"rank": 8}},
             serve={"port": free_port()},
+            timeouts={"train_step": 60},
         )
         service = launch("serve", config, f"run_root={tmp_path / name}")
         service.wait_for("TINKER_BASE_URL")
@@ -140,10 +143,10 @@ def serve(miniature, launch, tmp_path):
         model = re.findall(r"serving (\S+)\. ", service.output)[-1]
         lines: Queue[str] = Queue()
         files = [tmp_path / f"{name}-{number}.json" for number in range(2)]
-        scripts = [Script(number, model, file, environment, lines) for number, file in enumerate(files)]
+        scripts = [Script(number, model, steps, file, environment, lines) for number, file in enumerate(files)]
         draw = random.Random(seed)
         # Both scripts together write 4 lines a step.
-        moments = sorted(draw.sample(range(1, 4 * STEPS - 3), len(kills)))
+        moments = sorted(draw.sample(range(1, 4 * steps - 3), len(faults)))
         ended = written = 0
         try:
             while ended < len(scripts):
@@ -151,8 +154,9 @@ def serve(miniature, launch, tmp_path):
                 assert not any(script.failure for script in scripts), [script.failure for script in scripts]
                 written += 1
                 while moments and moments[0] <= written:
-                    kind, *kills = kills
-                    print(f"after {moments.pop(0)} lines: {kind} killed")
+                    fault, *faults = faults
+                    print(f"after {moments.pop(0)} lines: {fault}", flush=True)
+                    kind = fault.split()[0]
                     if kind == "client":
                         draw.choice([script for script in scripts if script.process.poll() is None]).process.kill()
                     elif kind == "driver":
@@ -162,7 +166,8 @@ def serve(miniature, launch, tmp_path):
                     else:
                         while not (found := service.find(MARKS[kind])):
                             time.sleep(0.1)
-                        draw.choice(found).kill()
+                        victim = draw.choice(found)
+                        victim.kill() if fault.endswith("killed") else victim.suspend()
         finally:
             for script in scripts:
                 script.process.kill()
@@ -170,14 +175,26 @@ def serve(miniature, launch, tmp_path):
         assert service.wait() == 0, service.output
         assert "stopping: SIGINT" in service.output and service.survivors() == []
         assert environment["TINKER_API_KEY"] not in service.output
-        return [adapters(run_dir, file) for file in files]
+        return [adapters(run_dir, steps, file) for file in files]
 
     return run
 
 
-def test_adapters_after_kills_of_everything_are_those_of_a_quiet_run(serve):
+@pytest.mark.parametrize(
+    ("steps", "faults"),
+    [
+        (5, FAULTS),
+        # Twenty minutes and more.
+        pytest.param(
+            120,
+            tuple(random.Random(0).choices(KINDS, k=40)),
+            marks=[pytest.mark.soak, pytest.mark.timeout(7200)],
+        ),
+    ],
+)
+def test_adapters_after_faults_everywhere_are_those_of_a_quiet_run(serve, steps, faults):
     pytest.importorskip("tinker")
-    quiet, disturbed = serve("quiet"), serve("disturbed", KILLS, seed=3)
+    quiet, disturbed = serve("quiet", steps), serve("disturbed", steps, faults, seed=3)
     for expected, found in zip(quiet, disturbed, strict=True):
         assert expected.keys() == found.keys() and any(np.abs(each).max() > 0.01 for each in found.values())
         for name, values in expected.items():

@@ -15,7 +15,7 @@ from namespaces import FakeHosts, permitted
 from slurm import FakeSlurm, installed
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300.0
+PATIENCE = 600.0
 ENDLESS = {"total_steps": 100_000}
 SMALL = {"rollout": {"servers": 1}, "cluster": {"devices_per_node": 2}, "checkpoint": {"every_steps": 2}}
 
