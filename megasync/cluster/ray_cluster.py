@@ -6,7 +6,9 @@ import logging
 import os
 import signal
 import threading
+from typing import Any
 
+import psutil
 import ray
 from megasync_patches import ray_loopback  # pyright: ignore[reportMissingImports] - the folder patches/
 
@@ -20,6 +22,8 @@ log = logging.getLogger(__name__)
 
 # Actors without a device (router, workers) still need a worker slot each in Ray's accounting of processes.
 SPARE_CPUS = 2
+# How often a local Ray is started that is late, and what Ray says of one.
+STARTS, LATE = 4, "timed out during startup"
 
 
 class RayCluster:
@@ -50,6 +54,21 @@ class RayCluster:
                 ray.init(address=self._address, **quiet)
             else:
                 os.environ.update(ray_token(os.environ))
+                self._start(quiet)
+                self._owned = True
+        except Exception as error:  # Ray raises Exception itself when its processes are slow or their disk is full
+            where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
+            raise MegasyncError(
+                f"could not {where}: {type(error).__name__}: {error}; check the free space in "
+                f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray, where Ray keeps its logs and sockets, or try again if "
+                "the machine was only too busy"
+            ) from error
+
+    def _start(self, quiet: dict[str, Any]) -> None:
+        """Starts a local cluster; again if it was late, as Ray gives its own agents 15 s by a constant."""
+        others = psutil.Process().children()
+        for start in range(1, STARTS + 1):
+            try:
                 with ray_loopback.applied():
                     ray.init(
                         # Ray would otherwise join any other cluster on this machine.
@@ -61,14 +80,14 @@ class RayCluster:
                         _node_ip_address=LOOPBACK,
                         **quiet,
                     )
-                self._owned = True
-        except Exception as error:  # Ray raises Exception itself when its processes are slow or their disk is full
-            where = f"join Ray at {self._address}" if self._address else "start Ray on this machine"
-            raise MegasyncError(
-                f"could not {where}: {type(error).__name__}: {error}; check the free space in "
-                f"{os.environ.get('RAY_TMPDIR', '/tmp')}/ray, where Ray keeps its logs and sockets, or try again if "
-                "the machine was only too busy"
-            ) from error
+                return
+            except Exception as error:
+                if LATE not in str(error) or start == STARTS:
+                    raise
+                log.warning("Ray took too long to start; starting it again")
+                for process in psutil.Process().children():
+                    if process not in others:
+                        process.kill()
 
     @staticmethod
     def restore_signals() -> None:

@@ -10,11 +10,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
+from megasync.cluster.ray_cluster import STARTS, RayCluster
+from megasync.config import Config
 from megasync.config.host import route_from
-
-pytestmark = pytest.mark.real
+from megasync.errors import MegasyncError
 
 PROGRAM = """
 import json
@@ -57,6 +60,7 @@ def folder() -> Iterator[str]:
         yield made
 
 
+@pytest.mark.real
 def test_a_local_cluster_joins_no_other_and_listens_on_loopback_only(folder: str) -> None:
     # Where Ray notes the machine's newest cluster, which it would otherwise join.
     note = Path(folder, "ray", "ray_current_cluster")
@@ -68,8 +72,54 @@ def test_a_local_cluster_joins_no_other_and_listens_on_loopback_only(folder: str
     assert {"gcs_server", "raylet"} < {process for _, process in places}
 
 
+@pytest.mark.real
 @pytest.mark.skipif(route_from() is None, reason="the machine is in no network")
 def test_ray_without_the_patch_still_listens_on_all_interfaces(folder: str) -> None:
     """If this fails, Ray no longer needs the patch `megasync_patches.ray_loopback`: delete it."""
     _, places = started(folder, "unpatched")
     assert {"gcs_server", "raylet"} <= {process for address, process in places if address == "::"}
+
+
+LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
+
+
+def late_starts(monkeypatch: pytest.MonkeyPatch, outcomes: list[str]) -> list[subprocess.Popen]:
+    """Each start leaves a process and fails with the next message; without one left it succeeds."""
+    begun: list[subprocess.Popen] = []
+
+    def init(**options: object) -> None:
+        begun.append(subprocess.Popen(["sleep", "600"]))
+        if outcomes:
+            raise Exception(outcomes.pop(0))
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    return begun
+
+
+@pytest.mark.processes
+def test_a_ray_that_is_late_is_started_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        begun = late_starts(monkeypatch, [LATE, LATE])
+        RayCluster(Config(), 1).connect()
+        *late, started = begun
+        assert [process.wait() for process in late] == [-9, -9]
+        assert [psutil.pid_exists(process.pid) and process.poll() for process in (started, other)] == [None, None]
+        for process in (started, other):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("message", "starts"), [("no space left on device", 1), (LATE, STARTS)])
+def test_a_start_of_ray_that_fails_for_another_reason_or_again_and_again_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, message: str, starts: int
+) -> None:
+    begun = late_starts(monkeypatch, [message] * 9)
+    with pytest.raises(MegasyncError, match=f"could not start Ray on this machine: Exception: {message}"):
+        RayCluster(Config(), 1).connect()
+    assert len(begun) == starts
+    for process in begun:
+        process.kill()
+        process.wait()
