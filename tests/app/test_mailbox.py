@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.app.mailbox import Mailbox, ask
 from megasync.app.run_lock import RunLock
@@ -33,7 +33,7 @@ def running(run_dir):
 
 
 async def asked(run_dir: Path, *request: object) -> str:
-    return await asyncio.to_thread(ask, run_dir, *request, timeout=20.0)
+    return await asyncio.to_thread(ask, run_dir, *request, timeout=PATIENCE)
 
 
 async def test_requests_are_answered_by_the_handler_of_their_name(run_dir, running):
@@ -57,13 +57,13 @@ async def test_requests_are_answered_by_the_handler_of_their_name(run_dir, runni
 
 def test_a_folder_without_a_run_and_a_run_that_has_ended_are_refused(tmp_path, run_dir, running):
     with pytest.raises(ConfigError, match="is not a run directory"):
-        ask(tmp_path / "nowhere", "scale", 3, timeout=20.0)
+        ask(tmp_path / "nowhere", "scale", 3, timeout=PATIENCE)
     with pytest.raises(ConfigError, match="is not live.*megasync resume"):
-        ask(run_dir, "scale", 3, timeout=20.0)
+        ask(run_dir, "scale", 3, timeout=PATIENCE)
     with running():
         pass
     with pytest.raises(ConfigError, match="is not live"):
-        ask(run_dir, "scale", 3, timeout=20.0)
+        ask(run_dir, "scale", 3, timeout=PATIENCE)
 
 
 def test_waiting_for_an_answer_times_out(run_dir, running):

@@ -8,6 +8,7 @@ import threading
 from contextlib import AsyncExitStack
 
 import pytest
+from waits import PATIENCE
 
 from megasync.app import servers
 from megasync.cluster.ray_cluster import RayCluster
@@ -28,7 +29,7 @@ class Connecting:
 
     def connect(self) -> None:
         ctypes.CDLL(None).signal(signal.SIGTERM, IGNORED)
-        assert STOPPED.wait(20)
+        assert STOPPED.wait(PATIENCE)
 
     def close(self) -> None:
         ctypes.CDLL(None).signal(signal.SIGTERM, IGNORED)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from fake_sglang import FakeSGLang
 from rollout_bench import FakeBuffer
-from waits import until
+from waits import PATIENCE, until
 from worker_crew import NoTrials, sent
 
 from megasync.app.rollout_worker import WorkerSetup, answers_of, local_worker, start_worker
@@ -25,8 +25,6 @@ from megasync.observe.context import RunContext
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.rollouter import Rollouter
 from megasync.rollout.worker_link import LocalProcess, RemoteProcess
-
-PATIENCE = 60
 
 
 class PolledProcess(RemoteProcess):

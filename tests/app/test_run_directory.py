@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waits import PATIENCE
 
 from megasync.app.run_directory import export_newest, export_step
 from megasync.config import Config
@@ -45,7 +46,7 @@ def test_a_second_interrupt_ends_a_process_that_exports_and_says_how_to_resume(t
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "finishes\n"
         process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert "KeyboardInterrupt: stopped by SIGINT before the run could finish cleanly" in error

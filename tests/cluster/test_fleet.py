@@ -18,7 +18,7 @@ from processes import living, with_word
 from real_servers import reference
 from tiny_models import make_tiny_model
 from transformers import AutoModelForCausalLM
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.cluster import fleet_processes
 from megasync.cluster.fleet import Fleet
@@ -37,7 +37,6 @@ from megasync.rollout.partials import PartialResponse
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
-PATIENCE = 120.0
 TOKENS = 1200
 VOCAB = 300
 

@@ -15,6 +15,7 @@ import pytest_asyncio
 import torch
 from tiny_models import make_tiny_classifier, make_tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from waits import PATIENCE
 
 from megasync.cluster.frozen_servers import FrozenServers
 from megasync.cluster.pools import Pools
@@ -32,7 +33,6 @@ from megasync.serving.control import ServerControl
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module")]
 
 # Seconds for a server to restart on a busy machine.
-PATIENCE = 240.0
 SMALL = {"max_total_tokens": 4096, "max_running_requests": 16, "mem_fraction": 0.3}
 ROWS = {"prompt": ["What is 2 + 3?", "Name a colour.", "Name a colour."], "answer": ["5", "red", "red"]}
 COMPLETIONS = ["It is 5.", "blue", "I would rather not say which one I like best."]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_bench import FakeBuffer, FakeClient, FakeSource, by_place
-from waits import until
+from waits import PATIENCE, until
 from worker_crew import LoopbackProcess, NoTrials, crew_config
 
 from megasync.buffer import BufferClosed
@@ -29,7 +29,6 @@ from megasync.rollout.worker_link import LocalProcess, WorkerEnd
 from megasync.rollout.workflow import single_turn
 from megasync.trajectory import Prompt
 
-PATIENCE = 30
 PROMPT = Prompt("0:0", [1], {})
 
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,11 @@ import pytest
 import yaml
 from browser import browser, context, open_page
 from processes import command_line, family, living
+from waits import PATIENCE, wait_until
 
 from megasync.models import fetch
 
 __all__ = ["browser", "context", "open_page"]
-
-# Seconds for anything that starts or ends the whole stack on a busy machine of two cores.
-PATIENCE = 600.0
 
 
 @pytest.fixture(scope="session")
@@ -99,12 +96,15 @@ class Launched:
 
     def wait_for(self, text: str, since: int = 0) -> None:
         """Ignores the first `since` characters of the output."""
-        deadline = time.monotonic() + PATIENCE
-        while text not in self.output[since:]:
+
+        def printed() -> bool:
             self.family()
-            assert self.process.poll() is None, f"ended before it printed {text!r}:\n{self.output}"
-            assert time.monotonic() < deadline, f"never printed {text!r}:\n{self.output}"
-            time.sleep(0.1)
+            ended = self.process.poll() is not None
+            shown = text in self.output[since:]
+            assert shown or not ended, f"ended before it printed {text!r}:\n{self.output}"
+            return shown
+
+        wait_until(printed, lambda: f"never printed {text!r}:\n{self.output}")
 
     def last_step(self) -> int:
         return max((int(step) for step in re.findall(r"step (\d+)/", self.output)), default=0)

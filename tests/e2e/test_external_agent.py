@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 from run_metrics import rows_of
+from waits import wait_until
 
 from megasync.lab.chaos.report import read_ledger
 
 pytestmark = pytest.mark.real
 
 AGENT = Path(__file__).parents[2] / "examples" / "external_agent" / "agent.py"
-PATIENCE = 600.0
 
 
 class Sessions:
@@ -35,11 +35,11 @@ class Sessions:
             return {}
 
     def wait_for(self, holds: Callable[[dict], object]) -> dict:
-        deadline = time.monotonic() + PATIENCE
-        while not holds(counts := self.counts()):
-            assert time.monotonic() < deadline, counts
-            time.sleep(0.02)
-        return counts
+        def held() -> dict | None:
+            counts = self.counts()
+            return counts if holds(counts) else None
+
+        return wait_until(held, self.counts)
 
 
 def kill_in_session(program, sessions: Sessions) -> None:
@@ -90,9 +90,7 @@ def test_samples_of_killed_agents_and_workers_are_played_by_others(
     execute(sys.executable, AGENT, sessions.folder)
     sessions.wait_for(lambda counts: counts.get("open"))
     # One that has started: Ray's title names its last call.
-    while not (workers := run.find("RolloutWorker.poll")):
-        time.sleep(0.2)
-    workers[0].send_signal(signal.SIGKILL)
+    wait_until(lambda: run.find("RolloutWorker.poll"))[0].send_signal(signal.SIGKILL)
     step = run.last_step()
     run.wait_for(f"step {step + 1}/")
     lost = max(row.get("rollout/workers_lost", 0.0) for row in rows_of(run_dir))

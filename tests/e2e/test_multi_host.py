@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import ssh
 from namespaces import FakeHosts, permitted
 from processes import command_line, living
 from ssh import Ssh
+from waits import wait_until
 
 from megasync.config.access import GENERATION_KEY_VARIABLE
 from megasync.launch.preemption import UNFINISHED
@@ -107,16 +107,13 @@ def after(run, act: Callable[[], object], *words: str) -> None:
         printed = run.output.index(word, printed)
 
 
-# Seconds that processes of a killed node may take to end.
-PATIENCE = 600.0
-
-
 def await_no_process(hosts: FakeHosts) -> None:
     """A node that the launcher had to kill takes its processes with it, a moment later."""
-    deadline = time.monotonic() + PATIENCE
-    while left := [*hosts.processes("host0"), *hosts.processes("host1")]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+
+    def left() -> list[str]:
+        return [*hosts.processes("host0"), *hosts.processes("host1")]
+
+    wait_until(lambda: not left(), left)
 
 
 def test_a_run_survives_faults_of_its_other_host_and_is_resumed_after_losing_its_head(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 
 import deadly_workflow
@@ -12,6 +11,7 @@ import pytest
 from processes import gone, lives, with_word
 from run_metrics import rows_of
 from tool_model import make_tool_models
+from waits import wait_until
 
 import megasync
 from megasync.config import load_config
@@ -20,7 +20,6 @@ from megasync.lab.chaos.report import read_ledger
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix, pytest.mark.timeout(900)]
 
-PATIENCE = 600.0
 SUPPORT = Path(deadly_workflow.__file__).parent
 
 
@@ -45,12 +44,12 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     run = launch("train", config)
 
     def logged(text: str) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while text not in (the_run_dir() / "logs" / "controller.log").read_text():
+        def found() -> bool:
             run.family()
             assert run.process.poll() is None, run.output
-            assert time.monotonic() < deadline, f"{text!r} was not logged"
-            time.sleep(0.2)
+            return text in (the_run_dir() / "logs" / "controller.log").read_text()
+
+        wait_until(found, lambda: f"{text!r} was not logged")
 
     run.wait_for("step 2/")
     logged("Poison prompt, not run again")
@@ -58,9 +57,7 @@ def test_workers_hang_and_are_killed_by_a_prompt_and_their_driver_dies_and_is_re
     (report,) = (the_run_dir() / "poison").iterdir()
     assert json.loads(report.read_text())["row"]["prompt"] == rows[5]["prompt"]
     # One that has started: Ray's title names its last call.
-    while not (workers := run.find("RolloutWorker.poll")):
-        time.sleep(0.2)
-    hung = workers[0]
+    hung = wait_until(lambda: run.find("RolloutWorker.poll"))[0]
     hung.send_signal(signal.SIGSTOP)
     logged("it has not answered for")
     step = run.last_step()

@@ -6,16 +6,15 @@ A run on the nodes of a job is preempted, loses a node, and resumes later.
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from namespaces import FakeHosts, permitted
 from slurm import FakeSlurm, installed
+from waits import wait_until
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 600.0
 ENDLESS = {"total_steps": 100_000}
 SMALL = {"rollout": {"servers": 1}, "cluster": {"devices_per_node": 2}, "checkpoint": {"every_steps": 2}}
 
@@ -39,13 +38,6 @@ def cluster(hosts: FakeHosts, tmp_path_factory: pytest.TempPathFactory) -> Itera
     made = FakeSlurm(tmp_path_factory.mktemp("slurm"), hosts)
     yield made
     made.close()
-
-
-def until(condition: Callable[[], object], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.5)
 
 
 class Batch:
@@ -78,7 +70,7 @@ class Batch:
             assert found or there, f"the job ended before {what!r}:\n{self.output}"
             return bool(found)
 
-        until(met, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}")
+        wait_until(met, lambda: f"waited for {what!r} in vain:\n{self.output}\n{self._cluster.command('squeue', '-l')}")
 
 
 def test_a_preempted_job_saves_and_resumes_when_requeued(cluster, miniature, tmp_path) -> None:
@@ -133,5 +125,5 @@ def test_a_heterogeneous_job_loses_a_node_and_finishes_on_another(cluster, hosts
     assert resumed_after >= 4, batch.output
     assert "trained 20 steps" in batch.output
     # What ran on the node that Slurm gave up held a control pipe.
-    until(lambda: set(hosts.processes("host2")) <= {"slurmd"}, lambda: str(hosts.processes("host2")))
+    wait_until(lambda: set(hosts.processes("host2")) <= {"slurmd"}, lambda: str(hosts.processes("host2")))
     cluster.command("scontrol", "update", "nodename=n2", "state=resume")

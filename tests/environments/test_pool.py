@@ -8,7 +8,7 @@ from functools import partial
 
 import envs
 import pytest
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.environments import EnvironmentPool
 from megasync.errors import DataError, ServerError, ServiceFailed
@@ -121,7 +121,7 @@ async def test_an_abandoned_thread_that_returns_late_is_no_longer_counted(make_p
     class Slow(envs.Counter):
         def step(self, action):
             entered.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE)
             return super().step(action)
 
     pool = make_pool(environment=Slow, size=1)

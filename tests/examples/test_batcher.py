@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from deepresearch.batcher import Batcher, Busy
+from waits import PATIENCE
 
 LONG = 3600.0  # seconds: a deadline that no test waits for
 
@@ -19,7 +20,7 @@ class Work:
         self.batches.append(list(items))
         self.began.set()
         if self.go is not None:
-            assert self.go.wait(20)
+            assert self.go.wait(PATIENCE)
         if min(items) < 0:
             raise ValueError(f"{min(items)} is negative")
         return [2 * item for item in items]
@@ -49,7 +50,7 @@ async def test_items_that_arrive_during_a_batch_form_the_next_without_another_wa
     batcher = Batcher(work, max_batch=10, max_wait=0.0)
     batcher.start()
     first = asyncio.create_task(batcher.submit(0))
-    assert await asyncio.to_thread(work.began.wait, 20)
+    assert await asyncio.to_thread(work.began.wait, PATIENCE)
     rest = [asyncio.create_task(batcher.submit(n)) for n in range(1, 5)]
     await asyncio.sleep(0)
     go.set()
@@ -84,7 +85,7 @@ async def test_cancelled_items_are_not_processed():
     batcher = Batcher(work, max_batch=1, max_wait=0.0)
     batcher.start()
     first = asyncio.create_task(batcher.submit(1))
-    assert await asyncio.to_thread(work.began.wait, 20)
+    assert await asyncio.to_thread(work.began.wait, PATIENCE)
     gone, stays = (asyncio.create_task(batcher.submit(n)) for n in (2, 3))
     await asyncio.sleep(0)
     gone.cancel()

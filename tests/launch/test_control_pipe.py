@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from processes import lives
+from waits import PATIENCE, until
 
 from megasync.launch import remote as remote_shell
 from megasync.launch.remote import Remote
 
 pytestmark = pytest.mark.processes
 
-PATIENCE = 30.0
 # Prints its pid and parts of its environment, then every SIGINT that it receives; SIGTERM ends it.
 COMMAND = """
 import os, signal, sys, time
@@ -29,9 +29,7 @@ while True: time.sleep(0.05)
 
 class Lines(list):
     async def until(self, number: int) -> None:
-        async with asyncio.timeout(PATIENCE):
-            while len(self) < number:
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self) >= number)
 
 
 def node(folder: Path, *words: str) -> list[str]:
@@ -82,9 +80,7 @@ asyncio.run(main())
     pid = int((await asyncio.wait_for(process.stdout.readline(), PATIENCE)).split()[0])
     process.kill()
     await process.wait()
-    async with asyncio.timeout(PATIENCE):
-        while lives(pid):
-            await asyncio.sleep(0.05)
+    await until(lambda: not lives(pid))
 
 
 def test_a_silent_launcher_is_considered_lost() -> None:
@@ -124,9 +120,7 @@ async def test_a_command_that_ignores_sigterm_is_killed_with_its_children(tmp_pa
     )
     await lines.until(1)
     await remote.end(PATIENCE)
-    async with asyncio.timeout(PATIENCE):
-        while any(lives(int(pid)) for pid in lines[0].split()):
-            await asyncio.sleep(0.05)
+    await until(lambda: not any(lives(int(pid)) for pid in lines[0].split()))
 
 
 async def test_a_host_without_the_interface_reports_the_error(tmp_path: Path) -> None:

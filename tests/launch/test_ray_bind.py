@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from megasync_patches import PatchError, ray_bind
+from waits import PATIENCE
 
 from megasync.planning import doctor
 from megasync.planning.finding import OK, WARNING
@@ -181,7 +182,7 @@ def test_a_node_without_a_compiler_continues_with_a_warning(tmp_path: Path) -> N
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE,
     )
     first, second = done.stdout.splitlines()
     assert "Ray listens on ALL interfaces" in first and "no C compiler" in first and "firewall" in first

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.config import load_config
 from megasync.config.access import GENERATION_KEY_VARIABLE
@@ -20,7 +20,6 @@ from megasync.launch.launcher import STOPPED, Job, Launcher, _print_line
 
 pytestmark = pytest.mark.processes
 
-PATIENCE = 60.0
 # Replaces Python on a host. Head and doctor succeed immediately; the run ends on SIGINT.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, utils
 from local_hub import CHUNK, LocalHub, environment, model_files, use
+from waits import PATIENCE
 
 from megasync.cli import commands as cli
 from megasync.config import load_config, save_config
@@ -140,12 +141,12 @@ def test_two_at_once_make_one_download(hub, files, monkeypatch):
     hub.sending.clear()
     with ThreadPoolExecutor() as pool:
         first = pool.submit(local_folder, NAME)
-        assert at_the_lock.acquire(timeout=30) and hub.halves.acquire(timeout=30)
+        assert at_the_lock.acquire(timeout=PATIENCE) and hub.halves.acquire(timeout=PATIENCE)
         second = pool.submit(local_folder, NAME)
-        reached = at_the_lock.acquire(timeout=30)
+        reached = at_the_lock.acquire(timeout=PATIENCE)
         hub.sending.set()
         assert reached
-        assert first.result(30) == second.result(30)
+        assert first.result(PATIENCE) == second.result(PATIENCE)
     assert len(hub.downloads()) == 1
 
 
@@ -165,18 +166,18 @@ def test_ctrl_c_keeps_what_has_come_and_two_processes_make_one_download(hub, fil
         )
 
     interrupted = start()
-    assert hub.halves.acquire(timeout=60)
+    assert hub.halves.acquire(timeout=PATIENCE)
     while not any(path.stat().st_size for path in home.rglob("*.incomplete")):
         assert interrupted.poll() is None
     interrupted.send_signal(signal.SIGINT)
     hub.sending.set()
-    _, said = interrupted.communicate(timeout=60)
+    _, said = interrupted.communicate(timeout=PATIENCE)
     assert interrupted.returncode == 130, said
     (part,) = home.rglob("*.incomplete")
     kept, before = part.stat().st_size, hub.sent["model.safetensors"]
     assert kept >= 10 * 2**20
     both = [start(), start()]
-    told = [process.communicate(timeout=60) for process in both]
+    told = [process.communicate(timeout=PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], told
     assert hub.sent["model.safetensors"] - before == len(big["model.safetensors"]) - kept
     (folder,) = home.glob("hub/models--*/snapshots/*")

@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 from rich.console import Console
+from waits import PATIENCE
 
 from megasync.config import load_config
 from megasync.config.schema import PrometheusConfig
@@ -52,7 +53,7 @@ def endpoint(observer, servers=None):
 
 def get(url, accept="text/plain"):
     request = urllib.request.Request(url, headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
         return answer.read().decode()
 
 
@@ -163,7 +164,7 @@ def test_every_other_request_is_refused(observer, method, path, status):
     with endpoint(observer) as (_, url):
         request = urllib.request.Request(url + path, method=method, data=b"" if method == "POST" else None)
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=60)
+            urllib.request.urlopen(request, timeout=PATIENCE)
     assert refused.value.code == status
 
 
@@ -179,7 +180,7 @@ def test_connections_that_send_nothing_are_few_and_keep_nobody_out(observer, mon
     monkeypatch.setattr(prometheus, "CONNECTIONS", 4)
     with endpoint(observer) as (sink, url):
         address = sink._server.server_address
-        clients = [socket.create_connection(address, timeout=60) for _ in range(12)]
+        clients = [socket.create_connection(address, timeout=PATIENCE) for _ in range(12)]
         try:
             for client in clients:
                 client.send(b"GET /met")
@@ -196,7 +197,7 @@ def test_connections_that_send_nothing_are_few_and_keep_nobody_out(observer, mon
 def test_a_request_that_trickles_in_ends_when_its_time_is_over(observer, monkeypatch):
     monkeypatch.setattr(prometheus, "REQUEST_SECONDS", 0.0)
     with endpoint(observer) as (sink, url):
-        with socket.create_connection(sink._server.server_address, timeout=60) as client:
+        with socket.create_connection(sink._server.server_address, timeout=PATIENCE) as client:
             client.send(b"GET /met")
             assert client.recv(1) == b"", "ended, although the thread would wait 10 s for the next byte"
         monkeypatch.undo()

@@ -11,7 +11,7 @@ from itertools import repeat
 
 import numpy as np
 import pytest
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.errors import ConfigError, DataError
 from megasync.rewards.runner import RewardRunner
@@ -120,7 +120,7 @@ async def test_functions_run_concurrently_and_all_end_before_an_error_is_raised(
         return [1.0]
 
     with pytest.raises(DataError, match="first raised ValueError: broken"):
-        await RewardRunner({first: 1.0, second: 1.0}, timeout=20).score([make_trajectory()], {})
+        await RewardRunner({first: 1.0, second: 1.0}, timeout=PATIENCE).score([make_trajectory()], {})
     assert ended == [True]
 
 
@@ -262,7 +262,7 @@ async def make_runner(tmp_path, monkeypatch):
     made = []
 
     def make(processes):
-        made.append(RewardRunner(reward, processes=processes, timeout=60))
+        made.append(RewardRunner(reward, processes=processes, timeout=PATIENCE))
         return made[-1]
 
     yield make

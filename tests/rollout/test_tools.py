@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 from passing_time import pass_time
+from waits import PATIENCE
 
 from megasync.concurrency.threads import DaemonThreads
 from megasync.errors import ConfigError, ServerError
@@ -92,10 +93,10 @@ async def test_calls_run_at_the_same_time():
 
     def meet() -> str:
         """Backoff for the other one."""
-        meeting.wait(20)
+        meeting.wait(PATIENCE)
         return "met"
 
-    assert await observe(Toolbox([meet], timeout=30), call("meet", {}), call("meet", {}, 1)) == ["met", "met"]
+    assert await observe(Toolbox([meet], timeout=PATIENCE), call("meet", {}), call("meet", {}, 1)) == ["met", "met"]
 
 
 async def test_arguments_are_brought_to_their_types_and_refused_when_they_do_not_fit():
@@ -172,7 +173,7 @@ async def test_a_call_that_takes_too_long_is_abandoned():
 
     def slow() -> str:
         """Backoff."""
-        release.wait(60)
+        release.wait(PATIENCE)
         return "late"
 
     async def stubborn() -> str:
@@ -200,14 +201,14 @@ async def test_a_tool_that_never_returns_takes_no_thread_of_another(monkeypatch)
 
     def stuck() -> str:
         """Never answers."""
-        both.wait(20)
-        release.wait(60)
+        both.wait(PATIENCE)
+        release.wait(PATIENCE)
         return "late"
 
     toolbox = Toolbox([stuck, add], timeout=30.0)
     stuck_calls = asyncio.create_task(observe(toolbox, *(call("stuck", {}, n) for n in range(3))))
     try:
-        await asyncio.to_thread(both.wait, 20)
+        await asyncio.to_thread(both.wait, PATIENCE)
         assert await observe(toolbox, call("add", {"a": 1}, 9)) == ["2"]
         while not stuck_calls.done():
             pass_time(30.0)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from megasync_patches import ray_bind
 from processes import family, listening
+from waits import PATIENCE
 
 from megasync.launch.node import ray_command
 from megasync.serving.process import ManagedProcess, free_port
@@ -30,7 +31,6 @@ ADDRESS = "127.0.0.2"
 LOOPBACK = "127.0.0.1"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
 WRONG = TOKEN | {"RAY_AUTH_TOKEN": "b" * 64}
-PATIENCE = 120.0
 # Has a worker, says so, and stays until its input ends.
 DRIVER = """
 import sys

@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from processes import command_line, family, living
-from waits import until
+from waits import until, wait_until
 
 from megasync.errors import ServerError
 from megasync.serving.process import ManagedProcess
@@ -38,13 +37,8 @@ time.sleep(600)
 """
 
 
-def wait_for(condition) -> None:
-    while not condition():
-        time.sleep(0.01)
-
-
 def pids_of(tmp_path: Path) -> list[int]:
-    wait_for((tmp_path / "pids").exists)
+    wait_until((tmp_path / "pids").exists)
     return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
 
 
@@ -125,14 +119,14 @@ def test_a_killed_owner_takes_the_family_along(tmp_path):
     pids = pids_of(tmp_path)
     owner.kill()
     owner.wait()
-    wait_for(lambda: gone(pids))
+    wait_until(lambda: gone(pids))
 
 
 def test_a_killed_supervisor_takes_the_command_along(tmp_path):
     process, (command, child) = started(tmp_path)
     try:
         os.kill(process.pid, signal.SIGKILL)
-        wait_for(lambda: gone([command]))
+        wait_until(lambda: gone([command]))
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -143,11 +137,11 @@ def test_the_family_survives_the_thread_that_started_it(tmp_path):
     # What the end of the thread would have killed is gone by the time that something else has been started and killed.
     other, others = started(tmp_path / "other")
     other.kill()
-    wait_for(lambda: gone(others))
+    wait_until(lambda: gone(others))
     assert process.alive()
     assert not gone(pids)
     process.kill()
-    wait_for(lambda: gone(pids))
+    wait_until(lambda: gone(pids))
 
 
 async def test_a_cancelled_stop_still_kills(tmp_path):

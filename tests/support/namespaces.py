@@ -9,11 +9,10 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE = 20.0
+from waits import PATIENCE, wait_until
 
 # The first process of a host; when it ends, the kernel kills the others. The empty resolv.conf makes name resolution
 # answer at once.
@@ -102,7 +101,7 @@ class FakeHosts:
             ],
             start_new_session=True,
         )
-        self._wait(lambda: (home / "up").exists())
+        wait_until((home / "up").exists, lambda: f"{name} did not come up")
         unshare = self._first[name].pid
         # The host's first process is the child of unshare, which setpriv and nsenter became.
         children = Path(f"/proc/{unshare}/task/{unshare}/children").read_text().split()
@@ -173,10 +172,3 @@ class FakeHosts:
     def _ip(*words: str, inside: str = "") -> None:
         place = ["-n", inside] if inside else []
         subprocess.run(["ip", *place, *words], check=True, capture_output=True)
-
-    @staticmethod
-    def _wait(condition) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "a host did not come up"
-            time.sleep(0.02)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 import psutil
+from waits import PATIENCE
 
 
 def lives(process: psutil.Process | int) -> bool:
@@ -39,7 +40,7 @@ def living(processes: Iterable[psutil.Process | int]) -> list[psutil.Process | i
     return [process for process in processes if lives(process)]
 
 
-def gone(find: Callable[[], list[psutil.Process]], seconds: float = 30.0) -> bool:
+def gone(find: Callable[[], list[psutil.Process]], seconds: float = PATIENCE) -> bool:
     """Whether `find` returns nothing within `seconds`. On a busy machine a killed process takes a moment to end."""
     deadline = time.monotonic() + seconds
     while living(find()):

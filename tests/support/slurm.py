@@ -10,13 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from namespaces import FakeHosts
+from waits import wait_until
 
-PATIENCE = 60.0
 # Seconds that a preempted job has to end.
 GRACE_SECONDS = 240
 TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
@@ -121,20 +119,13 @@ class FakeSlurm:
         # In the foreground, so that it always ends with the test.
         command = ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", socket, *options]
         self._munge = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self._until(lambda: (self._root / "socket" / "munge").exists(), lambda: (munge / "log").read_text())
+        wait_until(lambda: (self._root / "socket" / "munge").exists(), lambda: (munge / "log").read_text())
         self.command("slurmctld", "-c")
         for index, name in enumerate(self._hosts.names):
             if index:
                 subprocess.run(self._on(name, "slurmd", "-N", f"n{index}"), check=True, capture_output=True)
         idle = ("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D")
-        self._until(lambda: self.command(*idle).strip() == str(self._number), lambda: self.command("sinfo", "-N", "-l"))
-
-    @staticmethod
-    def _until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, what()
-            time.sleep(0.2)
+        wait_until(lambda: self.command(*idle).strip() == str(self._number), lambda: self.command("sinfo", "-N", "-l"))
 
     def _on(self, host: str, *words: str | os.PathLike) -> list[str]:
         settings = ["env", f"SLURM_CONF={self._root / 'slurm.conf'}"]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from pathlib import Path
 
 from namespaces import FakeHosts
+from waits import wait_until
 
-PATIENCE = 20.0
 TOOLS = ("sshd", "ssh", "ssh-keygen")
 # Seconds until a cut connection is detected.
 LOST_SECONDS = 12
@@ -65,7 +64,8 @@ class Ssh:
         """Starts the ssh daemon of a host that is up."""
         daemon = ["/usr/sbin/sshd", "-f", self._root / "daemon", "-o", f"ListenAddress={self._hosts.address(name)}"]
         subprocess.run([self._hosts.shell, name, *daemon], check=True)
-        deadline = time.monotonic() + PATIENCE
-        while subprocess.run([self.program, name, "true"], capture_output=True, check=False).returncode:
-            assert time.monotonic() < deadline, f"{name} does not answer by ssh"
-            time.sleep(0.1)
+        answers = [self.program, name, "true"]
+        wait_until(
+            lambda: not subprocess.run(answers, capture_output=True, check=False).returncode,
+            lambda: f"{name} does not answer by ssh",
+        )

@@ -6,14 +6,14 @@ Only the standard library, for servers in environments of their own.
 import json
 import os
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
+
+from waits import wait_until
 
 # The environment variable with the folder of traps.
 FOLDER = "EPISODE_TRAPS"
 FINISHED = "finished.jsonl"
-PATIENCE = 240.0
 # Seconds that an episode stays in a trap: much longer than a test waits for anything.
 STAY = 3600.0
 
@@ -34,11 +34,9 @@ def sprung(place: str, pid: int) -> bool:
 def caught(place: str, looks: Callable[[], object]) -> int:
     """Sets a trap and returns the process that an episode in it has named. Calls `looks` while it waits."""
     Path(folder(), place).touch()
-    deadline = time.monotonic() + PATIENCE
-    while not (found := [*Path(folder()).glob(f"{place}.*")]):
-        looks()
-        assert time.monotonic() < deadline, f"no episode came to the trap {place}"
-        time.sleep(0.2)
+    found = wait_until(
+        lambda: looks() or [*Path(folder()).glob(f"{place}.*")], lambda: f"no episode came to the trap {place}"
+    )
     found[0].unlink()
     return int(found[0].suffix[1:])
 

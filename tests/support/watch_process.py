@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waits import PATIENCE
+
 ADDRESS = re.compile(r"http://\S+")
 
 
@@ -47,5 +49,5 @@ class Watch:
     def end(self) -> str:
         """Interrupts it, and returns what it printed after its address."""
         self.process.terminate()
-        rest, _ = self.process.communicate(timeout=60)
+        rest, _ = self.process.communicate(timeout=PATIENCE)
         return rest

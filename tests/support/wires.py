@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 import torch
 from fake_engine import fake_engine, traced
 from tiny_shards import shards_of
+from waits import wait_until
 
 from megasync.device import Device
 from megasync.layout.layout import Layout
@@ -152,11 +152,11 @@ class Wires:
             return [future.exception() or future.result() for future in futures]
 
     def end_of_stage(self, receiver: ShardReceiver) -> StageReport:
-        end = time.monotonic() + 30
-        while (report := handle(receiver, "poll", Empty())).state == "running":
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        return report
+        def ended() -> StageReport | None:
+            report = handle(receiver, "poll", Empty())
+            return None if report.state == "running" else report
+
+        return wait_until(ended)
 
     def commit(self, attempt: str) -> None:
         for receiver in self.receivers:

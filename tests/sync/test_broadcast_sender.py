@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from waits import PATIENCE
 
 from megasync.errors import SyncError
 from megasync.layout.layout import Layout
@@ -69,7 +70,7 @@ async def test_receivers_get_bitwise_what_the_checkpoint_holds(
     plan = plan_broadcast(Layout(save_model(model, tmp_path), topology), 3000, dtype)
     assert len(plan.of_stage(0)) > 3
     ranks = await local_ranks(tmp_path, topology, 3000, dtype)
-    addresses = await ranks.call("sync_listen", 30, timeout=30)
+    addresses = await ranks.call("sync_listen", PATIENCE, timeout=PATIENCE)
     assert [address is not None for address in addresses] == [r in plan.senders for r in range(topology.world)]
     receivers = []
     for rank in (1, 2):
@@ -85,8 +86,8 @@ async def test_receivers_get_bitwise_what_the_checkpoint_holds(
         ]
         command = [sys.executable, "-c", RECEIVER, json.dumps(groups), json.dumps(buckets)]
         receivers.append(await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE))
-    await ranks.call("sync_join", "t", addresses, 2, 60, timeout=70)
-    seconds = await ranks.call("sync_send", 1, 60, timeout=70)
+    await ranks.call("sync_join", "t", addresses, 2, PATIENCE, timeout=PATIENCE)
+    seconds = await ranks.call("sync_send", 1, PATIENCE, timeout=PATIENCE)
     assert seconds[0]["wire"] > 0
     saved = load_file(tmp_path / "model.safetensors")
     expected = {name: digest(tensor.to(getattr(torch, dtype))) for name, tensor in saved.items()}
@@ -102,11 +103,11 @@ async def test_nobody_waits_longer_than_the_deadline_and_the_next_attempt_starts
     save_model(make_model(), tmp_path)
     ranks = await local_ranks(tmp_path, topology, 3000)
     for attempt in ("a", "b"):
-        addresses = await ranks.call("sync_listen", 30, timeout=30)
+        addresses = await ranks.call("sync_listen", PATIENCE, timeout=PATIENCE)
         with pytest.raises(SyncError, match=rf"rank 0 could not join {attempt} of stage 0"):
             # No server comes.
-            await ranks.call("sync_join", attempt, addresses, 1, 2, timeout=20)
-        await ranks.call("sync_leave", timeout=10)
+            await ranks.call("sync_join", attempt, addresses, 1, 2, timeout=PATIENCE)
+        await ranks.call("sync_leave", timeout=PATIENCE)
 
 
 async def test_sending_without_a_group_and_foreign_parameters_are_refused(
@@ -115,7 +116,7 @@ async def test_sending_without_a_group_and_foreign_parameters_are_refused(
     save_model(make_model(), tmp_path)
     ranks = await local_ranks(tmp_path, Topology(), 3000)
     with pytest.raises(SyncError, match="failed to send version 3.*not joined"):
-        await ranks.call("sync_send", 3, 5, timeout=10)
+        await ranks.call("sync_send", 3, 5, timeout=PATIENCE)
 
 
 def test_a_model_that_is_not_the_layouts_is_refused_by_name(make_model, save_model, tmp_path):

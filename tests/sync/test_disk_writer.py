@@ -5,6 +5,7 @@ import hashlib
 import pytest
 import torch
 from safetensors import safe_open
+from waits import PATIENCE
 
 from megasync.device import Device
 from megasync.errors import SyncError
@@ -58,13 +59,14 @@ async def test_a_full_disk_is_named_by_path_and_the_next_attempt_works(source, l
     full = out / part_name(2, count)
     full.symlink_to("/dev/full")
     for attempt in ("a", "b"):
-        await ranks.call("disk_join", attempt, await ranks.call("disk_listen", 10, timeout=15), 10, timeout=15)
+        addresses = await ranks.call("disk_listen", PATIENCE, timeout=PATIENCE)
+        await ranks.call("disk_join", attempt, addresses, PATIENCE, timeout=PATIENCE)
         if attempt == "b":
             full.unlink()
             break
         with pytest.raises(SyncError, match=rf"rank 0 failed to write version 4: {full} .*No space left on device"):
-            await ranks.call("disk_write", str(out), 4, 10, timeout=15)
-        await ranks.call("disk_leave", timeout=10)
-    reports = await ranks.call("disk_write", str(out), 5, 10, timeout=15)
+            await ranks.call("disk_write", str(out), 4, PATIENCE, timeout=PATIENCE)
+        await ranks.call("disk_leave", timeout=PATIENCE)
+    reports = await ranks.call("disk_write", str(out), 5, PATIENCE, timeout=PATIENCE)
     assert sorted(name for report in reports for name in report.files) == [part_name(i, count) for i in range(count)]
     assert [bool(report.files) for report in reports] == [True, False, True, False]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from msgspec import structs
 from tiny_shards import random_weights
+from waits import PATIENCE
 from wires import KIND, Wires, check, handle
 
 from megasync.base.store import join_store
@@ -258,7 +259,7 @@ def test_without_an_arena_the_commit_itself_receives(wires, backend):
         commits = [pool.submit(receiver.commit, CommitRequest("s", KIND, to_receive)) for receiver in w.receivers]
         w.send(to_send)
         for commit in commits:
-            commit.result(timeout=30)
+            commit.result(timeout=PATIENCE)
     assert w.serves(whole)
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from namespaces import permitted
+from waits import PATIENCE, wait_until
 
 from megasync.config import Config
 from megasync.errors import ConfigError
 from megasync.lab.chaos.experiment import ChaosExperiment, ChaosTiming, FaultPlan, check_patience
 from megasync.lab.chaos.faults import FILLER, Disk, NetworkInterface, slowed
 
-PATIENCE = 30.0
 as_root = pytest.mark.skipif(not permitted(), reason="needs root, namespaces, and iproute2 and util-linux")
 
 # A run of one group a step, which a full disk ends with status 2. Its child stands for a server's scheduler.
@@ -68,13 +67,6 @@ def chaos(run_root: Path, log: Callable[[str], None] = lambda text: None, **faul
     return StandIn(Path("config.yaml"), loaded, [], FaultPlan(**faults), timing, 1, log)
 
 
-def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def sleeper() -> Iterator[psutil.Process]:
     process = subprocess.Popen(["sleep", "600"])
@@ -86,11 +78,11 @@ def sleeper() -> Iterator[psutil.Process]:
 def test_a_slow_process_is_stopped_and_continued_in_turns_and_runs_at_the_end(sleeper: psutil.Process) -> None:
     with pytest.raises(KeyboardInterrupt), slowed([sleeper]):
         for _ in range(2):
-            wait(lambda: sleeper.status() == psutil.STATUS_STOPPED)
-            wait(lambda: sleeper.status() != psutil.STATUS_STOPPED)
-        wait(lambda: sleeper.status() == psutil.STATUS_STOPPED)
+            wait_until(lambda: sleeper.status() == psutil.STATUS_STOPPED)
+            wait_until(lambda: sleeper.status() != psutil.STATUS_STOPPED)
+        wait_until(lambda: sleeper.status() == psutil.STATUS_STOPPED)
         raise KeyboardInterrupt
-    wait(lambda: sleeper.status() != psutil.STATUS_STOPPED)
+    wait_until(lambda: sleeper.status() != psutil.STATUS_STOPPED)
 
 
 def test_a_slow_process_may_end_meanwhile(sleeper: psutil.Process) -> None:

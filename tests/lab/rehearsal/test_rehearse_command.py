@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import command_line
 from rich.console import Console
 from typer.testing import CliRunner
+from waits import PATIENCE, wait_until
 
 from megasync.cli.commands import app
 from megasync.config import load_config
@@ -121,7 +123,7 @@ def test_ctrl_c_leaves_no_process_behind():
         try:
             session = _child_of(process.pid)
             os.kill(process.pid, signal.SIGINT)
-            assert process.wait(60) == 130
+            assert process.wait(PATIENCE) == 130
         finally:
             process.kill()
     assert not Path(f"/proc/{session}").exists()
@@ -129,11 +131,5 @@ def test_ctrl_c_leaves_no_process_behind():
 
 def _child_of(pid: int) -> int:
     """The first process that rehearses for this one, once it exists."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
-        for line in listed.stdout.splitlines():
-            if "rehearsal.child" in line:
-                return int(line.split()[0])
-        time.sleep(0.1)
-    raise AssertionError("no child was started")
+    children = psutil.Process(pid).children
+    return wait_until(lambda: [child.pid for child in children() if "rehearsal.child" in command_line(child)])[0]
