@@ -104,10 +104,9 @@ def test_debug_mode_prints_the_traceback():
     assert "Traceback" in result.stderr and "nowhere.yaml" in result.stderr and result.returncode != 0
 
 
-@pytest.mark.processes
-def test_a_missing_argument_is_explained():
-    result = run("train")
-    assert result.returncode == 2 and "CONFIG" in result.stderr
+def test_a_missing_argument_is_explained(here):
+    status, _, err = here("train")
+    assert status == 2 and "CONFIG" in err
 
 
 @pytest.mark.processes
@@ -117,11 +116,10 @@ def test_a_bad_configuration_is_refused_before_a_run_starts(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.processes
-def test_plan_prints_the_plan_with_overrides_applied():
-    result = run("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
-    assert result.returncode == 2
-    assert all(text in result.stdout for text in ("2 server(s)", "20.0 GB", "nearest configuration that fits"))
+def test_plan_prints_the_plan_with_overrides_applied(here):
+    status, out, _ = here("plan", "configs/qwen3_8b_math.yaml", "rollout.servers=2", "--device-memory", "20")
+    assert status == 2
+    assert all(text in out for text in ("2 server(s)", "20.0 GB", "nearest configuration that fits"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,11 @@ def test_a_variable_that_is_missing_is_named_with_its_key(environment: pytest.Mo
     assert (tmp_path / "again.yaml").read_text() == path.read_text()
 
 
+@cache
+def plain_config() -> Config:
+    return load_config({"model": {"path": "m"}, "data": {"train": {"kind": "hf", "source": "s"}}})
+
+
 @settings(max_examples=30)
 @given(
     st.recursive(
@@ -121,7 +127,7 @@ def test_a_variable_that_is_missing_is_named_with_its_key(environment: pytest.Mo
     )
 )
 def test_any_options_are_read_back_as_they_are(tmp_path_factory: pytest.TempPathFactory, options: Any) -> None:
-    config = load_config({"model": {"path": "m"}, "data": {"train": {"kind": "hf", "source": "s"}}})
+    config = plain_config()
     config.data.train.options = {"given": options}
     path = tmp_path_factory.mktemp("saved") / "config.yaml"
     save_config(config, path)

@@ -22,7 +22,7 @@ def python(code: str, stand_ins: bool, **more: str) -> subprocess.CompletedProce
     if stand_ins:
         env["PYTHONPATH"] = stand_ins_path()
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.skipif(find_spec("triton") is not None, reason="the real triton is installed")
@@ -162,11 +162,6 @@ print("attention is equal")
 """
 
 
-def test_attention_of_a_decoded_batch_is_that_of_its_requests_one_by_one():
-    result = python(ATTENTION, stand_ins=True)
-    assert "attention is equal" in result.stdout, result.stderr[-3000:]
-
-
 KERNELS = """
 import torch, sgl_kernel, triton, triton.language as tl, torchvision
 from triton.runtime.cache import anything
@@ -206,9 +201,17 @@ def murmur3(words: list[int]) -> int:
     return h ^ h >> 16
 
 
-def test_stand_ins_refuse_calls_by_name_and_hash_for_real():
-    result = python(KERNELS, stand_ins=True)
-    hashed, kernel, operation = result.stdout.splitlines()
+@pytest.fixture(scope="module")
+def computed() -> subprocess.CompletedProcess:
+    return python(ATTENTION + KERNELS, stand_ins=True)
+
+
+def test_attention_of_a_decoded_batch_is_that_of_its_requests_one_by_one(computed):
+    assert "attention is equal" in computed.stdout, computed.stderr[-3000:]
+
+
+def test_stand_ins_refuse_calls_by_name_and_hash_for_real(computed):
+    hashed, kernel, operation = computed.stdout.partition("attention is equal\n")[2].splitlines()
     # Two published test vectors anchor the reference: the 4-byte words 0 and 0x87654321 with seed 0.
     assert murmur3([0]) == 0x2362F9DE
     assert murmur3([0x87654321]) == 0xF55B516B

@@ -7,8 +7,10 @@ arguments of `worker.py`.
 import contextlib
 import gc
 import itertools
+import json
 import logging
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -211,9 +213,16 @@ def weights(engine):
     return {name: tensor.clone() for name, tensor in engine.params().items()}
 
 
-def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="float32", teachers=False, **batch):
-    """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
+def train(model, trainer=None, optimizer=None, dtype="float32", **arguments):
+    """`train_engine` of a new engine."""
     engine = make_engine(model, trainer, optimizer, dtype)
+    found = train_engine(engine, **arguments)
+    close(engine)
+    return found
+
+
+def train_engine(engine, steps, algorithm=None, teachers=False, **batch):
+    """Metrics and loads of a few policy steps, and the weights at the end. ``batch`` shapes `make_groups`."""
     policy = PolicyTrainer(engine, AlgorithmConfig(**(algorithm or {})), dump_dir="unused", teachers=teachers)
     # As the first weight sync does, which merges adapters.
     engine.params()
@@ -223,9 +232,7 @@ def train(model, steps, trainer=None, algorithm=None, optimizer=None, dtype="flo
     # Those of the responses with a teacher are all trained.
     responses = [t for group in make_groups(1, **batch) for t in group.trajectories if TEACHER in t.arrays]
     teacher_tokens = sum(len(response.response_ids) for response in responses)
-    found = {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "teacher_tokens": teacher_tokens}
-    close(engine)
-    return found
+    return {"metrics": metrics, "weights": weights(engine), "loaded": loaded, "teacher_tokens": teacher_tokens}
 
 
 def critics(model, runs, folder=None):
@@ -273,8 +280,23 @@ def close_both(rank):
 
 
 def policies(model, runs):
-    """`train` once per entry of `runs`."""
-    return {name: train(model, **arguments) for name, arguments in runs.items()}
+    """`train` once per entry of `runs`. Those with the same engine share it: each begins with its first checkpoint."""
+    by_engine = defaultdict(dict)
+    for name, arguments in runs.items():
+        options = {key: arguments[key] for key in ("trainer", "optimizer", "dtype") if key in arguments}
+        by_engine[json.dumps(options, sort_keys=True)][name] = {
+            key: value for key, value in arguments.items() if key not in options
+        }
+    found = {}
+    for options, alike in by_engine.items():
+        engine, start = make_engine(model, **json.loads(options)), STORES / f"start-{next(MEETINGS)}"
+        engine.save(start)
+        for name, arguments in alike.items():
+            engine.load(start)
+            engine._reference = None
+            found[name] = train_engine(engine, **arguments)
+        close(engine)
+    return found
 
 
 def layer_norms(runs):
