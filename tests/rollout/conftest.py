@@ -47,7 +47,7 @@ async def make_client(fake, client_options):
             "vocab_size": fake.vocab,
             "context_length": 64,
             "sampling": SamplingConfig(max_new_tokens=8),
-            "timeout": 10.0,
+            "timeout": 600.0,
         }
         made.append(make_rollout_client(**(arguments | client_options | changes)))
         return made[-1]

@@ -138,7 +138,7 @@ async def test_a_request_that_never_succeeds_ends_at_its_deadline_with_the_last_
     # An attempt that got nothing is followed by a pause, not by the next attempt.
     client = make_client(**({"router_url": "http://127.0.0.1:9"} if behave is None else {}))
     fake.script += [behave] * 9
-    with pytest.raises(ServerError, match=rf"within 10 s \(timeouts.request\).*{failure}"):
+    with pytest.raises(ServerError, match=rf"within 600 s \(timeouts.request\).*{failure}"):
         await client.generate([1])
     assert len(fake.requests) == (behave is not None)
 
@@ -488,7 +488,7 @@ async def test_engines_are_compared_at_temperature_1_past_all_ends_within_the_co
             [],
             True,
         )
-        assert (body["return_logprob"], body["logprob_start_len"], timeout) == (True, 0, 10.0)
+        assert (body["return_logprob"], body["logprob_start_len"], timeout) == (True, 0, 600.0)
         assert len(body["input_ids"]) + params["max_new_tokens"] <= client.context_length
     assert len({body["extra_key"] for _, body, _ in server.sent}) == 4
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from aiohttp import web
+from fake_sglang import event
 
 from megasync.config.schema import RewardModelConfig, SamplingConfig
 from megasync.errors import InvalidAnswer, ServerError
@@ -179,58 +180,39 @@ async def test_reading_stops_when_an_answer_exceeds_the_size_limit(liar, monkeyp
 async def test_a_server_with_invalid_parser_answers_is_skipped(liar):
     async with Liar() as honest:
         liar.body, honest.body = b'{"calls": 1}', b'{"calls": [{"name": "f", "parameters": "{}"}], "normal_text": ""}'
-        parser = ReplyParser(lambda: [liar.control, honest.control], 10.0)
+        parser = ReplyParser(lambda: [liar.control, honest.control], 600.0)
         found = await parser.parse("<tool_call>f</tool_call>", [TOOL], "hermes", None)
         assert [call.name for call in found.calls] == ["f"]
 
 
-async def stream_of(pieces):
-    """(the client's answer, invalid answers, requests) where the first stream has these pieces: lists of token ids."""
-    requests = []
+async def stream_of(fake, make_client, pieces):
+    """(the client's tokens, invalid answers, prompts) where the first stream has pieces of these ids, and no end."""
 
-    async def answer(request):
-        requests.append(json.loads(await request.text()))
+    async def behave(fake, body):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        sampled = []
-        for ids in pieces if len(requests) == 1 else [[4, 5]]:
-            sampled += ids
-            meta = {"output_token_logprobs": [[-0.5, i, None] for i in ids], "weight_version": "0"}
-            meta["finish_reason"] = None
-            if len(sampled) == 2:
-                spans = [{"version": "0", "start": 0, "end": 2}]
-                meta |= {"finish_reason": {"type": "length"}, "weight_versions": spans}
-            piece = {"text": "", "output_ids": ids, "meta_info": meta}
-            await response.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
-            if meta["finish_reason"]:
+        await response.prepare(fake.http)
+        count = 0
+        for ids in pieces:
+            count += len(ids)
+            spans = [{"version": "0", "start": 0, "end": 2}]
+            end = {"finish_reason": {"type": "length"}, "weight_versions": spans} if count == 2 else {}
+            await response.write(event(fake.piece(body, ids, 0, end)).encode())
+            if end:
                 return response
-        # It goes on without end.
         await asyncio.Event().wait()
 
-    app = web.Application()
-    app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    client = RolloutClient(
-        url, [], ServedModel(100, 64), RequestSettings(SamplingConfig(max_new_tokens=2), 20.0, stream_interval=1)
-    )
-    try:
-        return await client.generate([1]), client.metrics()["rollout/invalid_answers"], requests
-    finally:
-        await client.close()
-        await runner.cleanup()
+    fake.script += [behave]
+    client = make_client(stream_interval=1, sampling=SamplingConfig(max_new_tokens=2))
+    got = await client.generate([1])
+    return got.token_ids, client.metrics()["rollout/invalid_answers"], [body["input_ids"] for body in fake.requests]
 
 
-async def test_a_stream_of_empty_chunks_is_rejected_and_retried():
-    got, invalid, requests = await stream_of([[3], *[[]] * EMPTY_PIECES])
-    assert (got.token_ids, invalid, len(requests)) == ([4, 5], 1.0, 2)
-    # Nothing of the stream without an end is used.
-    assert requests[1]["input_ids"] == [1]
+async def test_a_stream_of_empty_chunks_is_rejected_and_retried(fake, make_client):
+    """Nothing of the stream without an end is used."""
+    pieces = [[9], *[[]] * EMPTY_PIECES]
+    assert await stream_of(fake, make_client, pieces) == ([2, 3], 1.0, [[1], [1]])
 
 
-async def test_a_few_consecutive_empty_chunks_are_accepted():
+async def test_a_few_consecutive_empty_chunks_are_accepted(fake, make_client):
     few = [[]] * (EMPTY_PIECES - 1)
-    got, invalid, requests = await stream_of([*few, [3], *few, [4]])
-    assert (got.token_ids, invalid, len(requests)) == ([3, 4], 0.0, 1)
+    assert await stream_of(fake, make_client, [*few, [9], *few, [4]]) == ([9, 4], 0.0, [[1]])

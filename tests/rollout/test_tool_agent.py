@@ -43,7 +43,7 @@ class Rig:
     def __init__(self, fake, answers, **changes):
         self.fake, self.answers = fake, list(answers)
         self.tokenizer = byte_tokenizer(TEMPLATE)
-        arguments = {"vocab_size": 300, "context_length": 4000, "timeout": 10.0, "tokenizer": self.tokenizer}
+        arguments = {"vocab_size": 300, "context_length": 4000, "timeout": 600.0, "tokenizer": self.tokenizer}
         sampling = SamplingConfig(max_new_tokens=500)
         self.control = ServerControl(fake.url)
         self.client = make_rollout_client(fake.url, [self.control], sampling=sampling, **(arguments | changes))
@@ -205,7 +205,7 @@ async def test_another_server_parses_when_one_is_gone_and_none_is_a_server_error
     assert [c.arguments for c in reply.tool_calls] == [{"a": 1, "b": 2}]
     rig.client.servers = [gone]
     monkeypatch.setattr(gone, "post", late_after(gone.post))
-    with pytest.raises(ServerError, match=r"no server parsed an answer within 10 s: .*127\.0\.0\.1:9"):
+    with pytest.raises(ServerError, match=r"no server parsed an answer within 600 s: .*127\.0\.0\.1:9"):
         await rig.sample.chat([{"role": "user", "content": "y"}], tools=[add])
     await gone.close()
 

@@ -213,8 +213,9 @@ def test_weights_after_a_step_are_those_of_one_rank(results, paths, kind, family
     assert (after - ranks["one"][0]["scores"]).abs().max() > 1e-3
 
 
-@pytest.mark.standard
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.standard if name in STANDARD else ()) for name in MODELS]
+)
 def test_options_make_the_microbatches_and_reach_megatrons_classes(results, family):
     for label, ranks in results("plain", family)[0].items():
         options = CASES["plain", family, label]
