@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from token_rewards import longest_of, rows_of, step_of
+from waits import PATIENCE
 
 from megasync.algorithms.advantages import StepRewards, grpo, grpo_process
 
@@ -44,9 +45,9 @@ def test_ranks_with_parts_of_groups_find_the_same(groups, ranks):
     def share(rank):
         def summed(sums):
             parts[rank] = sums
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             total = np.sum([parts[other] for other in range(ranks)], axis=0)
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             return total
 
         return grpo_process(step_of(rows[rank::ranks], longest_of(groups), summed), normalize_std=True)

@@ -14,6 +14,7 @@ import pytest
 import ray
 from processes import lives
 from ray import cloudpickle
+from waits import PATIENCE
 
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.pools import Pools
@@ -150,7 +151,7 @@ async def test_a_rollout_worker_imports_what_the_driver_can_and_leaves_no_progra
     await pools.create(timeout=300)
     worker = WorkerActor(0, pools, importlib.import_module("beside_the_script").build)
     try:
-        await worker.start(60)
+        await worker.start(PATIENCE)
         programs: Any = await worker.poll(0.0, 60)
         assert all(map(lives, programs))
         with pytest.raises(ProcessLost, match="died"):

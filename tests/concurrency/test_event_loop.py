@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from waits import PATIENCE
 
 from megasync.concurrency import event_loop
 from megasync.concurrency.event_loop import handle_signals, run_to_end
@@ -253,7 +254,7 @@ def test_nothing_that_is_left_keeps_a_command_from_its_end(left):
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as program:
         try:
             line = program.stderr.readline()
-            assert program.wait(60) == 7
+            assert program.wait(PATIENCE) == 7
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)

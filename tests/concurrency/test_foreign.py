@@ -9,6 +9,7 @@ import threading
 import warnings
 
 import pytest
+from waits import PATIENCE
 
 from megasync.concurrency import foreign
 from megasync.concurrency.foreign import DeadlineExceeded, ForeignExit, explain, invoke, is_async, run, shown
@@ -257,7 +258,7 @@ async def test_a_thread_has_a_working_directory_of_its_own(monkeypatch, tmp_path
     def move():
         os.chdir("/")
         loop.call_soon_threadsafe(moved.set)
-        released.wait(30)
+        released.wait(PATIENCE)
         return os.getcwd()
 
     call = asyncio.create_task(DaemonThreads(1).call(move, "move"))

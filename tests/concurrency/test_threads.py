@@ -6,7 +6,7 @@ import threading
 
 import pytest
 from passing_time import pass_time
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.concurrency.threads import AllThreadsStuck, DaemonThreads, DeadlineExceeded
 
@@ -28,7 +28,7 @@ async def test_calls_start_in_fifo_order():
 
 async def test_only_run_time_counts_against_the_deadline(release):
     threads = DaemonThreads(1)
-    first = asyncio.create_task(threads.call(lambda: release.wait(60), "f", 600.0))
+    first = asyncio.create_task(threads.call(lambda: release.wait(PATIENCE), "f", 600.0))
     # It looks for stuck threads many times while it waits, and is not late for any of that.
     second = asyncio.create_task(threads.call(lambda: "second", "f", 20.0))
     for _ in range(3):
@@ -42,7 +42,7 @@ async def test_only_run_time_counts_against_the_deadline(release):
 
 async def test_a_function_that_never_returns_blocks_no_other_name_and_is_reported(release, caplog):
     threads = DaemonThreads(2)
-    calls = [threads.call(lambda: release.wait(60), "stuck", 0.05) for _ in range(5)]
+    calls = [threads.call(lambda: release.wait(PATIENCE), "stuck", 0.05) for _ in range(5)]
     with caplog.at_level(logging.WARNING, "megasync.concurrency.threads"):
         ended = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(each) for each in ended] == [DeadlineExceeded] * 2 + [AllThreadsStuck] * 3
@@ -57,7 +57,7 @@ async def test_a_function_that_never_returns_blocks_no_other_name_and_is_reporte
 async def test_a_cancelled_call_in_the_queue_never_runs(release):
     ran = []
     threads = DaemonThreads(1)
-    first = asyncio.create_task(threads.call(lambda: release.wait(60), "f"))
+    first = asyncio.create_task(threads.call(lambda: release.wait(PATIENCE), "f"))
     second = asyncio.create_task(threads.call(lambda: ran.append(2), "f"))
     third = asyncio.create_task(threads.call(lambda: ran.append(3), "f"))
     await asyncio.sleep(0)
@@ -70,7 +70,7 @@ async def test_a_cancelled_call_in_the_queue_never_runs(release):
 
 async def test_queued_calls_do_not_wake_up_before_their_turn(release, monkeypatch):
     threads = DaemonThreads(1)
-    calls = [asyncio.create_task(threads.call(lambda: release.wait(60), "f", 600.0)) for _ in range(100)]
+    calls = [asyncio.create_task(threads.call(lambda: release.wait(PATIENCE), "f", 600.0)) for _ in range(100)]
     await asyncio.sleep(0)
     woken = []
     turn = asyncio.Event.wait
@@ -86,7 +86,7 @@ async def test_queued_calls_do_not_wake_up_before_their_turn(release, monkeypatc
 
 async def test_event_loops_share_threads_and_a_closed_loop_holds_none(release):
     threads = DaemonThreads(1)
-    first = asyncio.create_task(threads.call(lambda: release.wait(60), "f", 60.0))
+    first = asyncio.create_task(threads.call(lambda: release.wait(PATIENCE), "f", 60.0))
     await asyncio.sleep(0)
     ran = []
 

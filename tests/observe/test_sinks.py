@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from waits import PATIENCE
 
 from megasync.observe import sinks
 from megasync.observe.sinks import Answers, Sinks, StepMetrics
@@ -25,7 +26,7 @@ class RecordingSink:
         self.calls.append((method, *arguments))
         if method in self.stuck:
             self.reached.set()
-            self.free.wait(60)
+            self.free.wait(PATIENCE)
         if method in self.failing:
             raise ConnectionError("refused")
 
@@ -120,7 +121,7 @@ def test_a_sink_that_blocks_never_makes_the_run_wait(monkeypatch, caplog):
     all_sinks = Sinks([sink])
     all_sinks.start()
     all_sinks.log(row(1))
-    assert sink.reached.wait(60)
+    assert sink.reached.wait(PATIENCE)
     # One is in the sink, five in the queue; this returns at all because the others are left out.
     for step in range(2, 11):
         all_sinks.log(row(step))

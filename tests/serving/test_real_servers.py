@@ -20,6 +20,7 @@ import pytest_asyncio
 import torch
 from processes import command_line, family, living
 from tiny_models import make_tiny_model
+from waits import PATIENCE
 
 from megasync.cluster.server_slot import CHECK, STREAMED_CHECK, CheckAnswer
 from megasync.config.access import Keys
@@ -67,7 +68,7 @@ async def stack(tmp_path_factory):
     try:
         urls = await asyncio.gather(*(server.start(180) for server in servers))
         router = Router(urls, "round_robin", "127.0.0.1", 0, folder / "router.log", keys=KEYS)
-        await router.start(60)
+        await router.start(PATIENCE)
         controls = [ServerControl(url, KEYS.admin) for url in urls]
         settings = RequestSettings(SamplingConfig(max_new_tokens=16), 120.0)
         client = RolloutClient(router.url, controls, ServedModel(VOCAB, 2048), settings, api_key=KEYS.generation)
@@ -352,7 +353,7 @@ async def test_nothing_listens_beyond_loopback(stack):
 
 async def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
     with pytest.raises(ServerError, match=r"no config\.json"):
-        await make_server(tmp_path, tmp_path / "log").start(60)
+        await make_server(tmp_path, tmp_path / "log").start(PATIENCE)
 
 
 async def test_a_cancelled_start_leaves_nothing(tmp_path):

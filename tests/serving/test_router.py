@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from fake_sglang import FakeSGLang, hang, refuse
-from waits import until
+from waits import PATIENCE, until
 
 from megasync.config.schema import SamplingConfig
 from megasync.errors import ServerError
@@ -29,7 +29,7 @@ async def routed(tmp_path, policy: str, workers: int = 2):
         fakes = [await stack.enter_async_context(FakeSGLang()) for _ in range(workers)]
         router = Router([fake.url for fake in fakes], policy, "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(router.stop)
-        url = await router.start(30)
+        url = await router.start(PATIENCE)
         controls = [await stack.enter_async_context(ServerControl(fake.url)) for fake in fakes]
         yield fakes, make_client(stack, url, controls)
 
@@ -156,7 +156,7 @@ async def test_servers_come_and_go_while_requests_run(tmp_path):
         fakes = [await stack.enter_async_context(FakeSGLang()) for _ in range(2)]
         router = Router([], "round_robin", "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(router.stop)
-        url = await router.start(30)
+        url = await router.start(PATIENCE)
         members = RouterMembers(ServerControl(url))
         stack.push_async_callback(members.close)
         client = make_client(stack, url, stream_interval=2)
@@ -193,7 +193,7 @@ async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(t
         fake = await stack.enter_async_context(FakeSGLang())
         first = Router([fake.url], "cache_aware", "127.0.0.1", 0, tmp_path / "router.log")
         stack.push_async_callback(first.stop)
-        url = await first.start(30)
+        url = await first.start(PATIENCE)
         client = make_client(stack, url, stream_interval=2)
         started = asyncio.Event()
         fake.script += [hang(started)]
@@ -203,5 +203,5 @@ async def test_a_router_that_died_is_back_on_its_port_and_requests_wait_for_it(t
         second = Router([fake.url], "cache_aware", "127.0.0.1", first.port, tmp_path / "router.log")
         stack.push_async_callback(second.stop)
         await until(lambda: not first.alive())
-        assert await second.start(30) == url
+        assert await second.start(PATIENCE) == url
         assert (await running).token_ids == [2, 3, 4, 5]

@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 from fake_sglang import FakeSGLang
 from processes import command_line, family
+from waits import PATIENCE
 
 from megasync.config.access import Keys, router_trust
 from megasync.config.schema import ClusterConfig, SamplingConfig
@@ -94,7 +95,7 @@ async def guarded(tmp_path: Path, keys: Keys, cluster: ClusterConfig | None = No
         fake = await stack.enter_async_context(FakeSGLang())
         router = Router([fake.url], "round_robin", "127.0.0.1", 0, tmp_path / "router.log", keys=keys, cluster=cluster)
         stack.push_async_callback(router.stop)
-        url = await router.start(30)
+        url = await router.start(PATIENCE)
         session = await stack.enter_async_context(aiohttp.ClientSession())
 
         async def ask(method: str, path: str, key: str | None = None, body: dict | None = None) -> tuple[int, str]:
@@ -230,5 +231,5 @@ async def test_with_a_certificate_the_router_speaks_tls_to_those_who_trust_it(tm
 async def test_a_certificate_of_another_address_ends_the_start_at_once(tmp_path, certificate):
     router = Router([], "round_robin", "127.0.0.1", 0, tmp_path / "log", keys=KEYS, cluster=certificate("127.0.0.9"))
     with pytest.raises(ServerError, match=r"cluster\.tls_cert=.*must name 127\.0\.0\.1"):
-        await router.start(60)
+        await router.start(PATIENCE)
     assert not router.alive()

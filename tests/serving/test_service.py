@@ -7,6 +7,7 @@ import socket
 import sys
 
 import pytest
+from waits import PATIENCE
 
 from megasync.errors import ServerError
 from megasync.serving.control import ServerControl
@@ -53,15 +54,15 @@ async def small(tmp_path):
 
 
 async def test_it_starts_on_a_free_port_and_stops(small):
-    url = await small.start(20)
+    url = await small.start(PATIENCE)
     assert url == f"http://127.0.0.1:{small.port}"
     assert small.alive()
     with pytest.raises(ServerError, match="running already"):
-        await small.start(20)
+        await small.start(PATIENCE)
     await small.stop()
     assert not small.alive()
     # And once more, with a log that is appended to.
-    await small.start(20)
+    await small.start(PATIENCE)
     assert small.alive()
 
 
@@ -74,7 +75,7 @@ if not os.path.exists({str(small.log_path)!r} + ".once"):
     raise OSError(98, "Address already in use")
 {SERVER}
 """
-    await small.start(20)
+    await small.start(PATIENCE)
     assert len(small.ports) == 2
 
 
@@ -88,7 +89,7 @@ if not os.path.exists({str(small.log_path)!r} + ".once"):
     time.sleep(600)
 {SERVER}
 """
-    await small.start(20)
+    await small.start(PATIENCE)
     assert len(small.ports) == 2
 
 
@@ -99,7 +100,7 @@ async def test_a_port_of_the_users_own_choice_is_not_replaced(tmp_path):
         port = taken.getsockname()[1]
         service = Small("127.0.0.1", port, tmp_path / "log")
         with pytest.raises(ServerError, match=f"{port}: the port is in use"):
-            await service.start(20)
+            await service.start(PATIENCE)
         assert service.ports == ()
 
 
@@ -108,7 +109,7 @@ async def test_death_at_start_shows_the_last_lines(small):
     with pytest.raises(
         ServerError, match=r"ended with status 1 while starting[\s\S]*loading[\s\S]*weights are missing"
     ):
-        await small.start(20)
+        await small.start(PATIENCE)
 
 
 async def test_a_start_that_takes_too_long_is_ended(small):

@@ -8,6 +8,7 @@ from threading import Barrier
 
 import numpy as np
 import torch
+from waits import PATIENCE
 
 from megasync.algorithms.choose import chooser_of
 from megasync.algorithms.losses import StepTokens, random_keys
@@ -35,9 +36,9 @@ def chosen_of(
     def on_rank(rank: int) -> np.ndarray:
         def summed(sums):
             parts[rank] = sums
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             total = np.sum([parts[other] for other in range(len(dealt))], axis=0)
-            barrier.wait(10)
+            barrier.wait(PATIENCE)
             return total
 
         own = np.array(dealt[rank], dtype=np.int64)

@@ -8,6 +8,7 @@ import threading
 import msgspec
 import pytest
 import torch
+from waits import PATIENCE
 
 from megasync.errors import SyncError
 from megasync.layout.layout import Layout
@@ -139,7 +140,7 @@ def test_a_draft_that_is_discarded_while_it_is_sealed_never_gets_a_final_name(wo
 
     def slow(path):
         sealing.set()
-        discarded.wait(10)
+        discarded.wait(PATIENCE)
 
     monkeypatch.setattr(version_folders, "fsync", slow)
     failure = []
@@ -152,10 +153,10 @@ def test_a_draft_that_is_discarded_while_it_is_sealed_never_gets_a_final_name(wo
 
     thread = threading.Thread(target=seal)
     thread.start()
-    assert sealing.wait(10)
+    assert sealing.wait(PATIENCE)
     folders.discard(draft)
     discarded.set()
-    thread.join(10)
+    thread.join(PATIENCE)
     assert "cannot be completed" in str(failure[0])
     assert names(folders) == []
 
