@@ -5,6 +5,7 @@ import threading
 
 import pytest
 from deepresearch.batcher import Batcher, Busy
+from passing_time import pass_time
 from waits import PATIENCE
 
 LONG = 3600.0  # seconds: a deadline that no test waits for
@@ -36,10 +37,16 @@ async def test_a_full_batch_does_not_wait():
 
 
 async def test_an_incomplete_batch_is_sent_at_its_deadline():
+    pass_time(0.0)
     work, sizes = Work(), []
-    batcher = Batcher(work, max_batch=100, max_wait=0.05, on_batch=sizes.append)
+    batcher = Batcher(work, max_batch=100, max_wait=LONG, on_batch=sizes.append)
     batcher.start()
-    assert await asyncio.gather(batcher.submit(1), batcher.submit(2)) == [2, 4]
+    answers = [asyncio.create_task(batcher.submit(number)) for number in (1, 2)]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert work.batches == []
+    pass_time(LONG)
+    assert await asyncio.gather(*answers) == [2, 4]
     assert (work.batches, sizes) == ([[1, 2]], [2])
     await batcher.close()
 
