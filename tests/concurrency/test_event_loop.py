@@ -75,12 +75,14 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.processes
 def test_an_alarm_that_code_sets_in_a_thread_does_not_end_the_process():
     ended = subprocess.run([sys.executable, "-c", ALARM], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "main thread" in ended.stdout
 
 
+@pytest.mark.processes
 def test_a_process_whose_main_thread_is_another_programs_ignores_alarms():
     script = """
 import os, signal, threading
