@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from waits import PATIENCE
 
 from megasync.service.checkpoints import folder_of
 from megasync.service.records import Checkpoint
@@ -29,7 +30,6 @@ pytestmark = [pytest.mark.real, pytest.mark.extra]
 FAULTS = ("rank killed", "server killed", "client killed", "driver killed", "rank killed", "client killed")
 KINDS = ("rank killed", "rank hangs", "server killed", "server hangs", "client killed", "driver killed")
 MARKS = {"rank": "ray::TrainerRank", "server": "sglang::scheduler"}
-PATIENCE = 600.0
 # A script that is killed and started again goes on from the last state that it saved. What it trains on is fixed, so
 # that nothing depends on what was sampled; it samples in between, with the adapters of each step.
 CLIENT = """

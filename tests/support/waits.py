@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 # Seconds after which a wait fails: many times what anything here takes on a machine that does other work beside it.
-PATIENCE = 300.0
+PATIENCE = 500.0
 Found = TypeVar("Found")
 
 
