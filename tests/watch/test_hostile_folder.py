@@ -27,86 +27,73 @@ FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "events.jsonl", "state
 Change = Callable[[Path], object]
 
 
-def appended(line: str) -> Change:
-    def change(path: Path) -> None:
-        with path.open("a", encoding="utf-8", errors="surrogateescape") as file:
-            file.write(f"{line}\n")
+def appended(name: str, *lines: str) -> Change:
+    def change(run_dir: Path) -> None:
+        with (run_dir / name).open("a", encoding="utf-8", errors="surrogateescape") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
     return change
 
 
-def written(text: str) -> Change:
-    return lambda path: path.write_text(text)
+def written(name: str, text: str) -> Change:
+    return lambda run_dir: (run_dir / name).write_text(text)
 
 
 def bomb(levels: int) -> str:
     return "a0: &a0 {x: 1, y: 2}\n" + "".join(f"a{i}: &a{i} {{x: *a{i - 1}, y: *a{i - 1}}}\n" for i in range(1, levels))
 
 
-def endless_view(path: Path) -> None:
-    path.unlink()
-    with sqlite3.connect(path) as database:
+def endless_view(run_dir: Path) -> None:
+    (run_dir / "ledger.db").unlink()
+    with sqlite3.connect(run_dir / "ledger.db") as database:
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i state, i reason FROM n"
         database.execute(f"CREATE VIEW groups AS {numbers}")
 
 
-def odd_state(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+def odd_ledger(run_dir: Path) -> None:
+    with sqlite3.connect(run_dir / "ledger.db") as database:
         database.execute("UPDATE groups SET state = x'00ff' WHERE number = 3")
 
 
-# By file, and then by what is wrong with it.
-HOSTILE: dict[str, dict[str, Change]] = {
-    "metrics.jsonl": {
-        "huge step": appended(f'{{"step": {"9" * 20}, "time": 1.0, "a": 1}}'),
-        "negative step": appended('{"step": -1, "time": 1.0, "a": 1}'),
-        "huge number": appended(f'{{"step": 2, "time": 1.0, "a": {"9" * 400}}}'),
-        "number of 5,000 digits": appended(f'{{"step": 2, "time": 1.0, "a": {"9" * 5000}}}'),
-        "deep": appended(f'{{"step": 2, "time": 1.0, "a": {DEEP}{"]" * 200_000}}}'),
-        "time beyond clocks": appended('{"step": 2, "time": 1e300, "a": 1}'),
-        "time that is none": appended('{"step": 2, "time": NaN, "a": 1}'),
-        "torn bytes": appended('{"step": 2, "time": 1.0, "\udcff\udcfe": 1}'),
-        "surrogate": appended('{"step": 2, "time": 1.0, "\\ud800": 1}'),
-    },
-    "events.jsonl": {
-        "deep": appended(f'{{"time": 1.0, "kind": "fault", "x": {DEEP}{"]" * 200_000}}}'),
-        "time beyond clocks": appended('{"time": 1e300, "kind": "fault"}'),
-        "huge time": appended(f'{{"time": {"9" * 400}, "kind": "fault"}}'),
-        "odd types": appended('{"time": 1.0, "kind": "start", "versions": [1], "step": {}}'),
-    },
-    "samples.jsonl": {"deep": appended(DEEP)},
-    "config.yaml": {
-        "alias loop": written("a: &a\n  b: *a\n"),
-        "alias bomb": written(bomb(40)),
-        "deep": written(f"a: {DEEP}"),
-        "deep blocks": written("\n".join(" " * i + "a:" for i in range(3000))),
-        "list": written("[1, 2]"),
-        "infinities": written("schedule: {groups_per_step: .inf, max_staleness: .nan}"),
-        "5,000 digits": written(f"schedule: {{groups_per_step: {'9' * 5000}}}"),
-        "unhashable keys": written("? [a]\n: 1\n? {b: 1}\n: 2\n"),
-        "another encoding": lambda path: path.write_bytes(b"\xff\xfe\x00n"),
-    },
-    "state.json": {
-        "deep": written(DEEP),
-        "beyond clocks": written('{"time": 1e300, "started": -1e300, "status": "running"}'),
-        "nonsense": written('{"time": 1, "status": "nonsense"}'),
-    },
-    "custom.json": {"deep": written(DEEP), "numbers": written('{"reward": 3}')},
-    "ledger.db": {"endless": endless_view, "odd state": odd_state},
+HOSTILE: dict[str, Change] = {
+    "huge step": appended("metrics.jsonl", f'{{"step": {"9" * 20}, "time": 1.0, "a": 1}}'),
+    "negative step": appended("metrics.jsonl", '{"step": -1, "time": 1.0, "a": 1}'),
+    "huge number": appended("metrics.jsonl", f'{{"step": 2, "time": 1.0, "a": {"9" * 400}}}'),
+    "number of 5,000 digits": appended("metrics.jsonl", f'{{"step": 2, "time": 1.0, "a": {"9" * 5000}}}'),
+    "deep metrics": appended("metrics.jsonl", f'{{"step": 2, "time": 1.0, "a": {DEEP}{"]" * 200_000}}}'),
+    "time beyond clocks": appended("metrics.jsonl", '{"step": 2, "time": 1e300, "a": 1}'),
+    "time that is none": appended("metrics.jsonl", '{"step": 2, "time": NaN, "a": 1}'),
+    "torn bytes": appended("metrics.jsonl", '{"step": 2, "time": 1.0, "\udcff\udcfe": 1}'),
+    "a surrogate": appended("metrics.jsonl", '{"step": 2, "time": 1.0, "\\ud800": 1}'),
+    "deep events": appended("events.jsonl", f'{{"time": 1.0, "kind": "fault", "x": {DEEP}{"]" * 200_000}}}'),
+    "event beyond clocks": appended("events.jsonl", '{"time": 1e300, "kind": "fault"}'),
+    "event of a huge time": appended("events.jsonl", f'{{"time": {"9" * 400}, "kind": "fault"}}'),
+    "fields of odd types": appended("events.jsonl", '{"time": 1.0, "kind": "start", "versions": [1], "step": {}}'),
+    "deep samples": appended("samples.jsonl", DEEP),
+    "alias loop": written("config.yaml", "a: &a\n  b: *a\n"),
+    "alias bomb": written("config.yaml", bomb(40)),
+    "deep configuration": written("config.yaml", f"a: {DEEP}"),
+    "deep blocks": written("config.yaml", "\n".join(" " * i + "a:" for i in range(3000))),
+    "configuration of lists": written("config.yaml", "[1, 2]"),
+    "configuration of infinities": written("config.yaml", "schedule: {groups_per_step: .inf, max_staleness: .nan}"),
+    "configuration of 5,000 digits": written("config.yaml", f"schedule: {{groups_per_step: {'9' * 5000}}}"),
+    "configuration with unhashable keys": written("config.yaml", "? [a]\n: 1\n? {b: 1}\n: 2\n"),
+    "configuration of another encoding": lambda run_dir: (run_dir / "config.yaml").write_bytes(b"\xff\xfe\x00n"),
+    "deep state": written("state.json", DEEP),
+    "state beyond clocks": written("state.json", '{"time": 1e300, "started": -1e300, "status": "running"}'),
+    "state of nonsense": written("state.json", '{"time": 1, "status": "nonsense"}'),
+    "deep custom.json": written("custom.json", DEEP),
+    "custom.json of numbers": written("custom.json", '{"reward": 3}'),
+    "endless ledger": endless_view,
+    "odd ledger": odd_ledger,
 }
-# Runs with one change of each file, so that every change is in one of them.
-RUNS = [
-    {file: kinds[number] for file, changes in HOSTILE.items() if number < len(kinds := list(changes))}
-    for number in range(max(map(len, HOSTILE.values())))
-]
 
 
-@pytest.mark.parametrize("changes", RUNS, ids=lambda changes: ", ".join(map(" ".join, changes.items())))
-def test_hostile_files_are_read_to_their_end_and_reported(tmp_path, monkeypatch, changes):
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_file_is_read_to_its_end_and_reported(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(run_folder, "COUNT_SECONDS", 0.1)
     run_dir = make_run(tmp_path, steps=5)
-    for file, kind in changes.items():
-        HOSTILE[file][kind](run_dir / file)
+    HOSTILE[kind](run_dir)
     run = RunFolder(run_dir)
     render_html(make_report(run))
     assert run.step == 5, "the other lines and files are shown"
