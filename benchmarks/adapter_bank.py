@@ -27,7 +27,7 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.service.interfaces import Datum, Pass, ServedModel
 from megasync.service.ranks import checked
-from megasync.trainer.passes import LossPass
+from megasync.tenants.passes import LossPass
 
 MODEL, RANK, PROMPT, RESPONSE = "models/digits", 32, 8, 16
 # Prompts of a pass, and responses to each.
@@ -59,7 +59,7 @@ def main() -> None:
     device = resolve_device("cpu")
     device.prepare_process(local_rank=0)
     # Imported after `prepare_process`, which may patch Megatron.
-    from megasync.trainer.adapter_bank import AdapterBank
+    from megasync.tenants.adapter_bank import AdapterBank
     from megasync.trainer.learner import MegatronLearner
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

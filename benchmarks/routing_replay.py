@@ -17,9 +17,9 @@ from pathlib import Path
 
 from algorithms import train
 
-from megasync.models import fetch
 from megasync.observe.metrics import STEP, read_metrics
 from megasync.observe.names import REWARD
+from megasync.starters.fetch import fetch
 
 LAYOUT = ["trainer.sequence_parallel=true", "trainer.expert_parallel=2", "trainer.expert_tensor_parallel=1"]
 # Synchronous runs have fresh samples only.

@@ -55,11 +55,11 @@ MODEL = {
 Device("cpu").prepare_process(local_rank=0)
 
 # Megatron may be imported only after `prepare_process`.
+from megasync.trainer.adam import Adam  # noqa: E402
 from megasync.trainer.batch import Batch  # noqa: E402
 from megasync.trainer.learner import LocalBatch, MegatronLearner  # noqa: E402
 from megasync.trainer.optimizer import Update  # noqa: E402
 from megasync.trainer.packing import Lengths, Packing, plan_packing  # noqa: E402
-from megasync.trainer.passes import Adam  # noqa: E402
 from megasync.trainer.policy import PolicyTrainer  # noqa: E402
 
 

@@ -23,7 +23,7 @@ from typer.main import get_command  # noqa: E402
 
 from megasync import __version__  # noqa: E402
 from megasync.cli.commands import app as cli  # noqa: E402
-from megasync.config.reference import comments  # noqa: E402
+from megasync.planning.reference import comments  # noqa: E402
 
 # Pages whose list items, or rows, begin with the pages below them. A heading above them is one of the navigation.
 CONTENTS = (

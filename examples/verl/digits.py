@@ -11,7 +11,7 @@ from typing import Any
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.digits import digit_reward, digit_rows
-from megasync.models.digits import SIZES, digits_tokenizer
+from megasync.starters.digits import SIZES, digits_tokenizer
 
 # The prompt is the user's message, and nothing around it.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"

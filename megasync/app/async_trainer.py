@@ -10,8 +10,7 @@ from typing import Any
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, new_run_dir, refuse_running_loop, run_stoppable
-from megasync.app.start_checks import prepare_run
-from megasync.app.workload import PythonArguments
+from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.base.terminal import Terminal
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
@@ -135,7 +134,7 @@ class AsyncTrainer:
 
     async def _execute(self) -> RunResult:
         # Before the run directory is created: a refused dataset or function leaves nothing behind.
-        workload = await asyncio.to_thread(invoke, prepare_run, self.config, self._custom)
+        workload = await asyncio.to_thread(invoke, prepare_workload, self.config, self._custom)
         if self._checkpoint is not None:
             from megasync.trainer.checkpoint import check_readable
 

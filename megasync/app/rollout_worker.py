@@ -23,7 +23,7 @@ from megasync.app.workload import PythonArguments, Task, Workload, prepare_worke
 from megasync.base.files import atomic_write
 from megasync.buffer.ledger import FILE as LEDGER_FILE
 from megasync.buffer.segments import BodyWriter, GroupSink, segments_of
-from megasync.cluster.rollout_workers import RolloutWorkers, check_travels, worker_name
+from megasync.cluster.rollout_workers import RolloutWorkers, worker_name
 from megasync.concurrency.event_loop import ignore_alarms
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.garbage import short_collections
@@ -35,7 +35,6 @@ from megasync.evaluation.evaluate import Answer, Answerer, AnswerJob, HeldOutAns
 from megasync.gateway import ExternalAgents
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
-from megasync.rewards import reward_functions
 from megasync.rollout.client import ANYWHERE, Destination, RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import QuarantineClient
@@ -125,23 +124,6 @@ def local_worker(setup: WorkerSetup, task: Task, buffer: GroupSink | None) -> Wo
 
     build_worker(end, setup, "driver", task, buffer, close)
     return end
-
-
-def check_workload_travels(task: Task, custom: PythonArguments) -> None:
-    """Raises ConfigError, before anything starts, for functions and rows that cannot be sent to a worker."""
-    for name in ("reward", "rollout", "agent"):
-        passed = getattr(custom, name)
-        # Of several rewards, name the one that cannot be sent.
-        for value in [each.call for each in reward_functions(passed)] if name == "reward" else [passed]:
-            if value is not None:
-                check_travels(f"{name}=", value)
-    for held_out in task.eval_sets:
-        check_travels("a verifier", held_out.verifier)
-        if custom.eval_dataset is not None:
-            for prompt in held_out.prompts:
-                check_travels("the rows of eval_dataset", dict(prompt.columns))
-    for row in custom.train_dataset or ():
-        check_travels("the rows of train_dataset", dict(row))
 
 
 async def start_worker(setup: WorkerSetup, clock_offset: float) -> PolledEnd:

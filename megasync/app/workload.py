@@ -167,12 +167,34 @@ def prepare_workload(config: Config, custom: PythonArguments) -> Workload:
     source = PromptSource(rows, renderer, config.data.shuffle, config.seed, sets)
     held_out = held_out_sets(config, renderer, scoring, verifier, custom.eval_dataset, scores_itself=itself)
     task = _task(config, custom, model, scoring, held_out, rewards)
+    if config.rollout.workers:
+        _check_travels(task, custom)
     return Workload(
         **{field.name: getattr(task, field.name) for field in fields(Task)},
         curriculum=None if policy is None else Curriculum(policy, len(rows)),
         source=source,
         verifier=None if scoring.named else verifier,
     )
+
+
+def _check_travels(task: Task, custom: PythonArguments) -> None:
+    """Raises ConfigError, before anything starts, for functions and rows that cannot be sent to a worker."""
+    # Imports Ray, for which a plan of a run without workers should not wait.
+    from megasync.cluster.rollout_workers import check_travels
+
+    for name in ("reward", "rollout", "agent"):
+        passed = getattr(custom, name)
+        # Of several rewards, name the one that cannot be sent.
+        for value in [each.call for each in reward_functions(passed)] if name == "reward" else [passed]:
+            if value is not None:
+                check_travels(f"{name}=", value)
+    for held_out in task.eval_sets:
+        check_travels("a verifier", held_out.verifier)
+        if custom.eval_dataset is not None:
+            for prompt in held_out.prompts:
+                check_travels("the rows of eval_dataset", dict(prompt.columns))
+    for row in custom.train_dataset or ():
+        check_travels("the rows of train_dataset", dict(row))
 
 
 def prepare_worker(

@@ -197,7 +197,7 @@ def files(
     Without DIR, says where they are. A file that was changed in DIR is never
     replaced without --overwrite.
     """
-    from megasync.base.shipped import FOLDERS, copy_out
+    from megasync.starters.copies import FOLDERS, copy_out
 
     if folder is None:
         for name, (source, purpose) in FOLDERS.items():
@@ -214,8 +214,8 @@ def quickstart(overrides: Overrides = None) -> None:
     Writes the model to models/digits unless it is there, and the run to
     runs/quickstart-<time>/, both below the current folder.
     """
+    from megasync.base.missing import require
     from megasync.base.shipped import ROOT
-    from megasync.install import require
 
     require("torch", "ray", "megatron", "sglang", "sglang_router")
     fetch("digits")
@@ -339,7 +339,7 @@ def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     loaded = _loaded(config, overrides)
     check_supervised(loaded)  # before the import below, which takes seconds
 
-    from megasync.app.supervised import train_supervised
+    from megasync.supervised.run import train_supervised
 
     show_result(train_supervised(loaded), _console())
 
@@ -356,7 +356,7 @@ def serve(config: ConfigFile, overrides: Overrides = None, continue_file: Contin
     what runs and stop; press it twice to stop immediately. `megasync resume RUN`
     goes on, with all models, checkpoints and accepted requests.
     """
-    from megasync.preflight.check import check_service
+    from megasync.tenants.checks import check_service
 
     loaded = _loaded(*_resolved(config, overrides, continue_file))
     check_service(loaded)  # before the import below, which takes seconds
@@ -378,8 +378,8 @@ def resume(run: RunDirectory, overrides: Overrides = None) -> None:
 
         resume_serving(run, overrides or ())
     elif (run / ROWS_FILE).is_file():
-        from megasync.app.supervised import resume_supervised
         from megasync.observe.result import show_result
+        from megasync.supervised.run import resume_supervised
 
         show_result(resume_supervised(run, overrides or ()), _console())
     else:
@@ -406,9 +406,9 @@ def plan(
     the nearest configuration that does. The model's weights are not needed: set
     model.config to a config.json to plan without them.
     """
-    from megasync.app.start_checks import check_run
     from megasync.planning.plan import resolve
     from megasync.planning.render import plan_tables
+    from megasync.planning.start_checks import check_run
 
     loaded = _loaded(config, overrides, weights=False)
     left_out = check_run(loaded, planning=True)
@@ -590,8 +590,8 @@ def evaluate(
         raise ConfigError(f"--model {model} and --checkpoint {checkpoint} exclude each other; give only one")
 
     with quick_imports():
-        from megasync.app.evaluate import load_target, model_folder, output_folder, run_evaluation
-        from megasync.evaluation.report import scores_table
+        from megasync.offline.evaluate import load_target, model_folder, output_folder, run_evaluation
+        from megasync.offline.report import scores_table
 
     console = _console()
     config = load_target(target, overrides or ())
@@ -645,8 +645,8 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty; choose another folder")
 
-    from megasync.layout.adapter_files import export_model
     from megasync.layout.shards import export_checkpoint
+    from megasync.offline.merge import export_model
     from megasync.trainer.checkpoint import latest
 
     checkpoint = latest(run)
@@ -702,7 +702,7 @@ def quantize(
     routers are not.
     """
     from megasync.layout.block_fp8 import Block
-    from megasync.layout.fp8_folder import write_fp8_folder
+    from megasync.offline.quantize import write_fp8_folder
 
     folder = _folder(model)
     write_fp8_folder(folder, out, Block(block, block), _converted_model(folder, dtype).dtype, power_of_two)
@@ -931,7 +931,8 @@ def launch(
     from megasync.launch.launcher import LOCAL, Job, run_job
     from megasync.launch.launcher import dry_run as commands
     from megasync.launch.slurm import SHELL, requeue, run_file, slurm_hosts
-    from megasync.preflight.check import check_config, check_service
+    from megasync.preflight.check import check_config
+    from megasync.tenants.checks import check_service
 
     if bool(hosts) == slurm:
         raise ConfigError("give either --hosts h1,h2,... or, inside a Slurm job, --slurm")
@@ -1029,11 +1030,11 @@ def doctor(
     (code, versions, devices, clocks, folders) and tests the network between them.
     Exits with status 1 if a check fails.
     """
-    from megasync.app.start_checks import check_run
     from megasync.models.hub import pending
     from megasync.planning.doctor import FAILURE, examine
     from megasync.planning.render import findings_table
     from megasync.planning.run_doctor import find_contradiction
+    from megasync.planning.start_checks import check_run
 
     loaded = _loaded(config, overrides, weights=False) if config else None
     refuse = partial(check_run, planning=loaded is not None and bool(pending(loaded)))
@@ -1068,8 +1069,8 @@ def fetch(
     The small ones need no network. A model of a hub goes into the cache of
     huggingface_hub, as when a run starts: for machines whose runs have no network.
     """
-    from megasync.models import fetch as write_model
     from megasync.models.hub import is_name
+    from megasync.starters.fetch import fetch as write_model
 
     if is_name(name) and out is not None:
         raise ConfigError(f"{name} is downloaded into the cache, which HF_HOME sets; leave --out out")
@@ -1169,7 +1170,7 @@ def main() -> None:
         _print_error(f"{error}: free some space, or write to another disk")
         sys.exit(status)
     except ModuleNotFoundError as error:
-        from megasync.install import fix_for_module
+        from megasync.base.missing import fix_for_module
 
         if (fix := fix_for_module(error.name)) is None:
             raise

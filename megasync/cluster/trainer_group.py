@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megasync.buffer.payload import LeasedGroup
 from megasync.cluster.actors import ActorGroup
 from megasync.cluster.pools import Pools
@@ -59,7 +56,10 @@ class TrainerGroup:
     them.
     """
 
-    def __init__(self, config: Config, run_dir: Path, pools: Pools, context: RunContext) -> None:
+    def __init__(
+        self, config: Config, run_dir: Path, pools: Pools, context: RunContext, rank: type[TrainerRank] = TrainerRank
+    ) -> None:
+        self._rank = rank
         self._config = config
         self._timeouts = config.timeouts
         self._run_dir = run_dir
@@ -99,7 +99,7 @@ class TrainerGroup:
         config = replace(self._config, trainer=replace(self._config.trainer, data_parallel=self.data_parallel))
         arguments = [(config, rank, self._topology.world, str(self._run_dir)) for rank in range(self._topology.world)]
         options = [self._pools.options("trainer", slot) for slot in self._slots]
-        return ActorGroup.create("trainer", TrainerRank, arguments, options)
+        return ActorGroup.create("trainer", self._rank, arguments, options)
 
     async def start(self, path: Path | None) -> None:
         """Builds the ranks' process group and models, from the checkpoint at `path` if given."""
@@ -194,14 +194,6 @@ class TrainerGroup:
     async def step(self, groups: list[LeasedGroup], step: int, version: int) -> dict[str, float]:
         with trace.span("trainer", "train", step=step, version=version):
             return (await self.on_all(self._timeouts.train_step, TrainerRank.step, groups, step, version))[0]
-
-    async def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
-        with trace.span("trainer", "train", step=step):
-            return (await self.on_all(self._timeouts.train_step, TrainerRank.fit, file, rows, step))[0]
-
-    async def loss(self, file: str) -> float:
-        with trace.span("trainer", "validate"):
-            return (await self.on_all(self._timeouts.train_step, TrainerRank.loss, file))[0]
 
     async def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-prob of each token but the first of each sequence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import ssl
 from dataclasses import dataclass, field
@@ -25,11 +24,6 @@ EXTERNAL_KEY_VARIABLE = "MEGASYNC_EXTERNAL_KEY"
 SHORTEST_KEY = 16
 # Length of a generated key, in random bytes.
 KEY_BYTES = 24
-# How keys of tenants begin: clients send no others.
-TENANT_PREFIX = "tml-"
-# The tenant of a service that has no file of keys.
-LOCAL_TENANT = "local"
-_TENANT = re.compile(r"[\w.-]{1,64}")
 
 
 def foreign_environment() -> dict[str, str]:
@@ -159,43 +153,6 @@ def router_trust(cluster: ClusterConfig) -> ssl.SSLContext | None:
         # Trust the certificate itself, regardless of its issuer.
         trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return trust
-
-
-def read_tenants(path: str | Path) -> dict[str, str]:
-    """The keys of a service's tenants by their names, from a file with a line `TENANT KEY` each; # begins a comment.
-
-    Raises ConfigError, which names lines and never a key.
-    """
-    said = f"serve.keys={path}"
-    fix = "name a text file with a line `TENANT KEY` each"
-    with raised_as(ConfigError, f"{said} cannot be read", fix, of=(OSError, UnicodeDecodeError)):
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    keys: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
-            continue
-        if len(words) != 2:
-            raise ConfigError(f"{said}, line {number} has {len(words)} words; write a tenant's name and its key")
-        tenant, key = words
-        if not _TENANT.fullmatch(tenant):
-            raise ConfigError(f"{said}, line {number}: a tenant's name has up to 64 letters, digits, '.', '_' and '-'")
-        if not key.startswith(TENANT_PREFIX) or len(key) < len(TENANT_PREFIX) + SHORTEST_KEY or not key.isascii():
-            raise ConfigError(
-                f"{said}, line {number}: the key of {tenant} must be {TENANT_PREFIX} and at least {SHORTEST_KEY} ASCII "
-                f"characters; generate one with `echo {TENANT_PREFIX}$(openssl rand -hex 24)`"
-            )
-        if tenant in keys or key in keys.values():
-            raise ConfigError(f"{said}, line {number}: {tenant} or its key stands on an earlier line; name each once")
-        keys[tenant] = key
-    if not keys:
-        raise ConfigError(f"{said} names no tenant; write a line `TENANT KEY` for each")
-    return keys
-
-
-def draw_tenants() -> str:
-    """The text of a file of keys with one tenant and a new key."""
-    return f"{LOCAL_TENANT} {TENANT_PREFIX}{secrets.token_hex(KEY_BYTES)}\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megasync.base.missing import require_extra
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config.schema import DataConfig, DatasetConfig, TrainSetConfig
 from megasync.data.digits import digit_reward, digit_rows
@@ -26,7 +27,6 @@ from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import Row, as_conversations, as_rows, place
 from megasync.data.verifiers_rows import verifiers_rows
 from megasync.errors import DataError, raised_as
-from megasync.install.missing import require_extra
 
 log = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megasync.base.missing import require_extra
 from megasync.config.schema import DatasetConfig
 from megasync.data.rows import HELD_OUT_SHARE, split_of
 from megasync.errors import DataError, raised_as
-from megasync.install.missing import require_extra
 
 # Items generated per requested row before the task is reported to have too few distinct questions.
 PATIENCE = 8

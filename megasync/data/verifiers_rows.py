@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megasync.base.missing import apart_program
 from megasync.config.access import foreign_environment
 from megasync.config.schema import DatasetConfig
 from megasync.errors import DataError, raised_as
-from megasync.install import apart_program
 
 _SIDE = Path(__file__).with_name("verifiers_side.py")
 # Seconds to load a taskset, which may download its data.

@@ -10,9 +10,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megasync.base.missing import require_extra
 from megasync.environments.protocol import Step, episode_seed
 from megasync.errors import DataError, raised_as
-from megasync.install.missing import require_extra
 
 # Names of the actions 0, 1, ... of Gymnasium's toy-text environments, by id without the version.
 ACTIONS = {

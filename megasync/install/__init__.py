@@ -15,7 +15,6 @@ Invariant: what is installed is complete. pip writes a package's INSTALLER file 
 stopped, and repairs the package that it was writing.
 """
 
-from megasync.install.environment import apart_program, make_environment
-from megasync.install.missing import fix_for_module, require
+from megasync.install.environment import make_environment
 
-__all__ = ["apart_program", "fix_for_module", "make_environment", "require"]
+__all__ = ["make_environment"]

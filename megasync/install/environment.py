@@ -26,6 +26,7 @@ from typing import NoReturn
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from megasync.base.files import atomic_write, writable
+from megasync.base.missing import apart_program
 from megasync.base.shipped import ROOT, in_checkout
 from megasync.errors import ConfigError
 from megasync.install.pins import Pin, absent, applicable, canonical, installed_versions, lock_file, read_pins
@@ -278,14 +279,6 @@ def _install_apart(steps: Steps, name: str) -> None:
             command = [*_pip(apart_program(name, "python")), "--no-deps", "--requirement"]
             commands = [[*command, file] for file in _requirements(due, Path(scratch))]
             steps.run(f"{len(due)} packages of {name}.lock", commands, count=len(due))
-
-
-def apart_program(name: str, program: str) -> Path:
-    """A program of an environment that lies beside the run's. Raises ConfigError if that is not installed."""
-    path = Path(sys.prefix) / name / "bin" / program
-    if not path.exists():
-        raise ConfigError(f"there is no {path}; run `megasync install {name}`")
-    return path
 
 
 def _requirements(pins: Sequence[Pin], folder: Path) -> list[str]:

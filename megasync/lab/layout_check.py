@@ -22,10 +22,9 @@ from megasync.errors import ConfigError
 from megasync.lab.transfer_check import Problem, check_transfer
 from megasync.layout.block_fp8 import Block
 from megasync.layout.engine_layout import EngineRank
-from megasync.layout.fp8_folder import linear_matrices
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config, read_storage
-from megasync.layout.quantized import QuantizedLayout
+from megasync.layout.quantized import QuantizedLayout, linear_matrices
 from megasync.layout.shards import HfFolder, Read, box_of
 from megasync.layout.topology import Topology
 from megasync.sync.broadcast.plan import ITEM_BYTES

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megasync.errors import ConfigError
@@ -20,6 +21,8 @@ from megasync.layout.topology import Topology
 
 # The dtypes of values and scales, by torch's names.
 VALUES_DTYPE, SCALES_DTYPE = "float8_e4m3fn", "float32"
+# What the names of the matrices of linear layers contain. Routers, embeddings and the head are never quantized.
+_LINEAR = "_proj"
 
 
 class QuantizedLayout(Layout):
@@ -83,3 +86,28 @@ class QuantizedLayout(Layout):
     def quantized(self, rank: int) -> list[Placed]:
         """The quantized parameters of a rank, in the same order on all ranks that hold parts of the same tensors."""
         return [item for item in self.of_rank(rank) if item.dtype == VALUES_DTYPE]
+
+
+def linear_matrices(layout: Layout, block: Block) -> set[str]:
+    """The names of the matrices of linear layers that fill at least a block.
+
+    Raises ConfigError for matrices that servers fuse and that do not end with a block.
+    """
+    names: set[str] = set()
+    for item in chain.from_iterable(layout.placed(pp) for pp in range(layout.topology.pipeline)):
+        matrices = [(name, shape) for name, shape in item.tensors if len(shape) == 2 and _LINEAR in name]
+        large = [shape for _, shape in matrices if shape[0] >= block.rows and shape[1] >= block.cols]
+        if item.stacked is not None or len(large) < len(item.tensors):
+            continue
+        for name, shape in matrices:
+            if len(matrices) > 1 and shape[0] % block.rows:
+                raise ConfigError(
+                    f"{name!r} has {shape[0]} rows, which is not a multiple of {block.rows}: servers keep it in one "
+                    f"matrix with others, and no block may belong to two of them; choose a smaller --block"
+                )
+            names.add(name)
+    if not names:
+        raise ConfigError(
+            f"no matrix of the model fills a block of {block.rows} x {block.cols}; choose a smaller --block"
+        )
+    return names

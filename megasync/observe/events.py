@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megasync.observe import trace
-from megasync.observe.growing_file import LATEST_TIME, GrowingFile
 
 EVENTS_FILE = "events.jsonl"
+# Seconds since the epoch that a clock can show; what is later is no time.
+LATEST_TIME = 4102444800.0
 # The kinds of events.
 START, END, MESSAGE, FAULT, RECOVERY, EVALUATION, CHECKPOINT, SYNC = (
     *("start", "end", "message", "fault", "recovery", "evaluation", "checkpoint", "sync"),
@@ -86,29 +87,13 @@ class EventLog:
             self._handle = None
 
 
-class EventReader:
-    """Reads the events of a run directory as they are written."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self._file = GrowingFile(Path(run_dir) / EVENTS_FILE)
-        self._damaged = 0
-
-    @property
-    def damaged(self) -> int:
-        """Lines that were not events and were left out."""
-        return self._damaged + self._file.left_out
-
-    def update(self) -> list[Event]:
-        """The events since the last call, in the order of the file; none where there is no file. Raises OSError."""
-        _, pieces = self._file.read()
-        events = [_event(line) for lines in pieces for line in lines]
-        self._damaged += events.count(None)
-        return [event for event in events if event is not None]
-
-
 def read_events(run_dir: Path) -> list[Event]:
     """The events of a run by time; none where there is no file. Leaves out lines that are not events."""
-    return sorted(EventReader(run_dir).update(), key=lambda event: event.time)
+    try:
+        lines = (Path(run_dir) / EVENTS_FILE).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    return sorted(filter(None, map(parse_event, lines)), key=lambda event: event.time)
 
 
 def _opened(path: Path) -> int:
@@ -126,7 +111,8 @@ def _clipped(text: str) -> str:
     return text if len(text) <= MOST_TEXT else f"{text[: MOST_TEXT // 2]} ... {text[-MOST_TEXT // 2 :]}"
 
 
-def _event(line: bytes) -> Event | None:
+def parse_event(line: bytes) -> Event | None:
+    """The event of a line; None for a line that is none."""
     try:
         row = json.loads(line)
         at, kind = float(row.pop("time")), str(row.pop("kind"))

@@ -1,14 +1,12 @@
-"""Which sinks a configuration names, and what `plan` reports about them before a run starts."""
+"""Which sinks a configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from megasync.config import Config
 from megasync.observe.display import RunSnapshot
-from megasync.observe.metrics import METRICS_FILE
 from megasync.observe.mlflow_sink import MlflowSink
 from megasync.observe.prometheus import PrometheusSink
 from megasync.observe.sinks import Sink
@@ -28,19 +26,3 @@ def configured_sinks(
     if observe.prometheus is not None:
         sinks.append(PrometheusSink(observe.prometheus, snapshot, server_metrics))
     return sinks
-
-
-def describe_sinks(config: Config) -> str:
-    """One sentence that says where the metrics of a run go."""
-    observe = config.observe
-    places = [METRICS_FILE] + ["TensorBoard"] * observe.tensorboard
-    if (wandb := observe.wandb) is not None and wandb.mode != "disabled":
-        project = wandb.project if wandb.entity is None else f"{wandb.entity}/{wandb.project}"
-        places.append(f"Weights & Biases ({project}, {wandb.mode})")
-    if (mlflow := observe.mlflow) is not None:
-        uri = "MLFLOW_TRACKING_URI" if mlflow.tracking_uri is None else urlsplit(mlflow.tracking_uri).geturl()
-        places.append(f"MLflow (experiment {mlflow.experiment} at {uri})")
-    if (prometheus := observe.prometheus) is not None:
-        port = f"port {prometheus.port}" if prometheus.port else "a free port"
-        places.append(f"Prometheus (scrapes {prometheus.host}, {port})")
-    return ", ".join(places)

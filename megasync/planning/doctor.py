@@ -34,7 +34,7 @@ from megasync.install.pins import applicable, read_pins
 from megasync.integrations.verl_versions import SUPPORTED
 from megasync.planning.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict
 from megasync.planning.run_doctor import Refuse, examine_for
-from megasync.preflight.check import check_as_run
+from megasync.tenants.checks import check_as_run
 
 LOCK = LOCKS / "cpu.lock"
 SETUP = "run `megasync install cpu`"

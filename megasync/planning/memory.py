@@ -26,8 +26,8 @@ from megasync.serving.cache_size import bytes_per_token, cpu_cache_tokens, longe
 from megasync.serving.frozen_folder import read_frozen_model
 from megasync.serving.plugin_protocol import ADAPTERS_IN_BATCH, ADAPTERS_LOADED
 from megasync.sync.broadcast.plan import ITEM_BYTES
+from megasync.tenants.passes import TOGETHER
 from megasync.trainer.architecture import chunks_of, full_microbatch
-from megasync.trainer.passes import TOGETHER
 
 # Megatron always keeps gradients in float32.
 GRAD_BYTES = 4

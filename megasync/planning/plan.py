@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from megasync.config.commands import is_served, is_supervised, served_config, supervised_config
+from megasync.config.commands import is_served, is_supervised, supervised_config
 from megasync.config.pacing import Pacing
 from megasync.config.pools import PoolSpec, frozen_models, frozen_pool, nodes_needed, pool_specs, trainer_pool
 from megasync.config.schema import Config, RewardModelConfig
@@ -32,8 +32,9 @@ from megasync.planning.memory import (
     stage_memory,
     trained_adapters,
 )
-from megasync.preflight.check import model_layout, served_context
+from megasync.preflight.check import model_layout
 from megasync.sync.broadcast.plan import BroadcastPlan, plan_broadcast
+from megasync.tenants.checks import served_config, served_context
 
 DEFAULT_DEVICE_BYTES = 80 * 10**9
 # What a frozen model is that no key tells.

@@ -7,6 +7,7 @@ from dataclasses import fields
 from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -19,7 +20,7 @@ from megasync.config.pools import engines, server_slots
 from megasync.config.schema import Config, RolloutConfig
 from megasync.layout.routes import RouteFormat
 from megasync.models.hub import with_names
-from megasync.observe.trackers import describe_sinks
+from megasync.observe.metrics import METRICS_FILE
 from megasync.planning.finding import FAILURE, OK, WARNING, Finding
 from megasync.planning.memory import HostMemory, RankMemory, ServerMemory, longest_sequence, microbatch_tokens
 from megasync.planning.plan import Plan, PlannedPool, PlannedRank, TrainerPlan
@@ -90,7 +91,7 @@ def _summary(plan: Plan) -> Table:
         "host memory": _host_memory(plan.host),
         **_cpu_memory(plan),
         "access": describe_access(config.cluster),
-        "metrics": describe_sinks(config),
+        "metrics": _metrics(config),
     }
     form = RouteFormat.of(plan.layout.hf_config) if rollout.routing_replay else None
     if form is not None:
@@ -128,7 +129,7 @@ def _service(plan: Plan) -> Table:
             "host memory": _host_memory(plan.host),
             **_cpu_memory(plan),
             "access": describe_access(config.cluster),
-            "metrics": describe_sinks(config),
+            "metrics": _metrics(config),
         }
     )
 
@@ -183,6 +184,22 @@ def _microbatches(config: Config) -> str:
     return f"in microbatches of {most}{microbatch_tokens(config)} tokens per rank"
 
 
+def _metrics(config: Config) -> str:
+    """One sentence that says where the metrics of a run go."""
+    observe = config.observe
+    places = [METRICS_FILE] + ["TensorBoard"] * observe.tensorboard
+    if (wandb := observe.wandb) is not None and wandb.mode != "disabled":
+        project = wandb.project if wandb.entity is None else f"{wandb.entity}/{wandb.project}"
+        places.append(f"Weights & Biases ({project}, {wandb.mode})")
+    if (mlflow := observe.mlflow) is not None:
+        uri = "MLFLOW_TRACKING_URI" if mlflow.tracking_uri is None else urlsplit(mlflow.tracking_uri).geturl()
+        places.append(f"MLflow (experiment {mlflow.experiment} at {uri})")
+    if (prometheus := observe.prometheus) is not None:
+        port = f"port {prometheus.port}" if prometheus.port else "a free port"
+        places.append(f"Prometheus (scrapes {prometheus.host}, {port})")
+    return ", ".join(places)
+
+
 def _supervised(plan: TrainerPlan) -> Table:
     config, sft, pool = plan.config, plan.config.sft, plan.trainer
     validated = f"every {every} step(s), first and last" if (every := sft.validate_every_steps) else "first and last"
@@ -196,7 +213,7 @@ def _supervised(plan: TrainerPlan) -> Table:
             + ("" if sft.validation is None else f"; held-out loss {validated}"),
             "processes": f"{pool.spec.slots} trainer rank(s) on node(s) {', '.join(map(str, pool.nodes))}, no servers",
             "host memory": _host_memory(plan.host),
-            "metrics": describe_sinks(config),
+            "metrics": _metrics(config),
         }
     )
 

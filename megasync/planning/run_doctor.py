@@ -15,24 +15,17 @@ import psutil
 from megasync.base.files import bytes_text, writable
 from megasync.config import Config
 from megasync.config.access import describe_access, generation_needs_key
-from megasync.config.commands import is_served, is_supervised, served_config
+from megasync.config.commands import is_served, is_supervised
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.pools import devices_needed, pool_specs, trainer_pool
 from megasync.device import check_machine, resolve_device
 from megasync.errors import ConfigError, DataError
 from megasync.models.hub import pending
-from megasync.planning.finding import (
-    FAILURE,
-    OK,
-    WARNING,
-    Finding,
-    check_ports,
-    check_space,
-    verdict,
-)
+from megasync.planning.finding import FAILURE, OK, WARNING, Finding, check_ports, check_space, verdict
 from megasync.planning.memory import checkpoint_bytes
 from megasync.planning.plan import resolve_plan
-from megasync.preflight.check import model_layout, served_context
+from megasync.preflight.check import model_layout
+from megasync.tenants.checks import served_config, served_context
 
 # What programs take beside tensors, as measured (docs/teachers.md): a rank; a server, which is four processes; and the
 # driver, Ray and the router.

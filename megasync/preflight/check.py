@@ -24,10 +24,10 @@ from urllib.parse import urlsplit
 
 from megasync.algorithms.choose import takes_tokens
 from megasync.base.importing import keyword_options, load_function
+from megasync.base.missing import require_extra
 from megasync.config import builtin
-from megasync.config.access import SESSIONS_KEY_VARIABLE, check_access, given_key, read_tenants
+from megasync.config.access import SESSIONS_KEY_VARIABLE, check_access, given_key
 from megasync.config.builtin import ADVANTAGES, EXTERNAL, LOSSES, Algorithm
-from megasync.config.commands import is_served, is_supervised, served_config
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
 from megasync.config.megatron_options import check_megatron
@@ -56,7 +56,6 @@ from megasync.config.schema import (
 )
 from megasync.data.curriculum import by_success
 from megasync.errors import CheckpointError, ConfigError, raised_as
-from megasync.install.missing import require_extra
 from megasync.layout.adapter import SERVED_TARGETS, UNEMBED, adapter_layout
 from megasync.layout.block_fp8 import Block
 from megasync.layout.families import FAMILIES, Sizes, Split, language_model
@@ -64,7 +63,7 @@ from megasync.layout.families.rules import HEAD
 from megasync.layout.families.value_head import BIAS, WEIGHT
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import check_model_folder, find_hf_config, read_hf_config, read_storage
-from megasync.layout.quantized import QuantizedLayout
+from megasync.layout.quantized import QuantizedLayout, linear_matrices
 from megasync.layout.storage import storage_of
 from megasync.layout.topology import Topology
 from megasync.rollout.reply_parser import check_formats
@@ -163,43 +162,6 @@ def check_supervised(config: Config, *, planning: bool = False) -> None:
     _check_nodes(config, {"trainer": trainer_pool(config)})
     _check_folder("run_root", config.run_root)
     check_observe(config, planning)
-
-
-def check_service(config: Config, *, planning: bool = False) -> None:
-    """Raises ConfigError for a configuration that `megasync serve` cannot start; names the key and the fix.
-
-    With `planning`, `model.config` alone may describe the model, and the service may start on another machine.
-    """
-    serve = config.serve
-    if serve is None:
-        raise ConfigError("serve is not set; write `serve: {}` into the configuration for its defaults (docs/serve.md)")
-    check_limits(config)
-    check_rules(config, within=("serve",))
-    if serve.keys is not None and not planning:
-        read_tenants(serve.keys)
-    check_rules(config, model_facts(model_layout(config, planning=planning)[0]), within=("serve",))
-    config = served_config(config, served_context(config, planning=planning))
-    check_config(config, planning=planning, own_rows=True)
-    if planning:
-        return
-    # Its types and messages are what the service speaks.
-    require_extra("serve", "tinker", "the service")
-    _check_port("serve", serve.host, serve.port)
-
-
-def served_context(config: Config, *, planning: bool = False) -> int:
-    """The longest sequence of a service, in tokens. Raises ConfigError as `model_layout` does."""
-    layout, source = model_layout(config, planning=planning)
-    limit = config.rollout.context_length or layout.hf_config.get("max_position_embeddings")
-    if limit is None:
-        raise ConfigError(f"{source} has no max_position_embeddings; set rollout.context_length")
-    return limit
-
-
-def check_as_run(config: Config, *, planning: bool = False) -> None:
-    """Raises ConfigError as the command that the configuration is for: `megasync serve`, `sft` or `train`."""
-    check = check_service if is_served(config) else check_supervised if is_supervised(config) else check_config
-    check(config, planning=planning)
 
 
 def run_facts(config: Config) -> dict[str, Any]:
@@ -503,8 +465,6 @@ def _check_served_adapters(config: Config, layout: Layout) -> None:
 
 def planned_fp8(layout: Layout, source: Path) -> QuantizedLayout | None:
     """The weights as servers of a folder in block FP8 keep them, from its config.json alone; None for other folders."""
-    from megasync.layout.fp8_folder import linear_matrices
-
     block = read_storage(source)
     return QuantizedLayout(layout, block, linear_matrices(layout, block)) if isinstance(block, Block) else None
 
@@ -732,7 +692,7 @@ def check_observe(config: Config, planning: bool) -> None:
     if observe.mlflow is not None:
         _check_mlflow(observe.mlflow, planning)
     if observe.prometheus is not None and not planning:
-        _check_port("observe.prometheus", observe.prometheus.host, observe.prometheus.port)
+        check_port("observe.prometheus", observe.prometheus.host, observe.prometheus.port)
 
 
 def _check_wandb(wandb: WandbConfig) -> None:
@@ -772,7 +732,7 @@ def _check_mlflow(mlflow: MlflowConfig, planning: bool) -> None:
         )
 
 
-def _check_port(section: str, host: str, port: int) -> None:
+def check_port(section: str, host: str, port: int) -> None:
     """Raises ConfigError if this machine cannot listen at the host and port of a section."""
     host = resolve_host(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

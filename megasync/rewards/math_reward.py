@@ -16,11 +16,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from megasync.base.missing import require_extra
 from megasync.data.final_answer import Answer, scored
 from megasync.data.match import agree, readings
 from megasync.data.written_number import UNIT_NAMES, plain_math
 from megasync.errors import DataError
-from megasync.install.missing import require_extra
 
 log = logging.getLogger(__name__)
 # Outside a main thread timeouts are off, and the package would warn about that on every call.

@@ -42,10 +42,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megasync.base.confidential import masked_text
+from megasync.base.missing import require_extra
 from megasync.concurrency.foreign import DeadlineExceeded, explain
 from megasync.concurrency.tasks import cancel_and_wait, within
 from megasync.errors import ConfigError, DataError, ServiceFailed
-from megasync.install.missing import require_extra
 from megasync.rollout.breaker import Breaker
 from megasync.rollout.tools import Tool, ToolFailed
 

@@ -39,9 +39,8 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.tasks import gather_or_cancel, wait_for_first
 from megasync.config import CONFIG_FILE, SERVICE_FOLDER, TENANTS_FILE, Config, load_config
-from megasync.config.access import Keys, draw_tenants, read_tenants, router_trust
+from megasync.config.access import Keys, router_trust
 from megasync.config.changes import check_changes
-from megasync.config.commands import served_config
 from megasync.config.pools import pool_specs
 from megasync.config.schema import ServeConfig
 from megasync.data.tokenizer import load_tokenizer
@@ -53,7 +52,6 @@ from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver, RunParts
 from megasync.observe.result import resume_command
 from megasync.observe.state_file import ModelState, TenantState
-from megasync.preflight.check import check_service, served_context
 from megasync.rollout import client as rollout
 from megasync.rollout.inflight import QuarantineClient
 from megasync.rollout.quarantine import Quarantine
@@ -65,6 +63,8 @@ from megasync.service.sampling import TOGETHER, FleetSampler
 from megasync.service.service import Service
 from megasync.service.status import TenantStatus
 from megasync.serving.plugin_protocol import ADAPTER_ROOT
+from megasync.tenants.checks import check_service, draw_tenants, read_tenants, served_config, served_context
+from megasync.tenants.rank import TenantTrainerRank
 
 if TYPE_CHECKING:
     from megasync.service.endpoint import Endpoint
@@ -183,7 +183,7 @@ class ServedRun(AnyRun):
         keys = Keys.draw(config.cluster)
         fleet = Fleet(config, FleetProcesses(config, self.run_dir, device, pools, keys), served.vocab, surroundings)
         stack.push_async_callback(fleet.stop)
-        group = TrainerGroup(trained, self.run_dir, pools, surroundings)
+        group = TrainerGroup(trained, self.run_dir, pools, surroundings, TenantTrainerRank)
         stack.push_async_callback(group.stop)
         opened.reports.cover(pools.stacks, group.processes, fleet.processes)
         parts = RunParts(

@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.algorithms.sum_losses import LOSSES, REFUSED, SumLoss
 from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.schema import LoraConfig
@@ -23,9 +22,10 @@ from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.topology import Topology
 from megasync.service.interfaces import Adam, AdapterSpec, Datum, Pass, PassResult, ServedModel, WriteState
-from megasync.trainer import passes as columns
-from megasync.trainer.passes import LossPass, PassPart
-from megasync.trainer.rank import TrainerRank
+from megasync.tenants.passes import LossPass, PassPart
+from megasync.tenants.rank import TenantTrainerRank
+from megasync.tenants.sum_losses import LOSSES, REFUSED, SumLoss
+from megasync.trainer.adam import Adam as AdamParameters
 
 # The protocol's: an adapter of rank r is multiplied by ALPHA / r.
 ALPHA = 32.0
@@ -58,7 +58,7 @@ class Ranks:
 
     async def create(self, model: str, spec: AdapterSpec) -> None:
         await self._group.on_all(
-            self._timeouts.train_step, TrainerRank.create_model, model, self._shape(spec), spec.seed
+            self._timeouts.train_step, TenantTrainerRank.create_model, model, self._shape(spec), spec.seed
         )
 
     def _shape(self, spec: AdapterSpec) -> AdapterShape:
@@ -82,24 +82,24 @@ class Ranks:
         if accepted:
             deadline = self._timeouts.train_step * len(accepted)
             # Each rank answers for the sequences that it computed.
-            answers = await self._group.on_all(deadline, TrainerRank.compute_passes, [*accepted.values()])
+            answers = await self._group.on_all(deadline, TenantTrainerRank.compute_passes, [*accepted.values()])
             for place, parts in zip(accepted, zip(*answers, strict=True), strict=True):
                 failed = next((part for part in parts if isinstance(part, Exception)), None)
                 results[place] = failed or _joined(passes[place][1], cast("Sequence[PassPart]", parts))
         return cast("list[PassResult | Exception]", results)
 
     async def update(self, model: str, adam: Adam) -> Mapping[str, float]:
-        parameters = columns.Adam(
+        parameters = AdamParameters(
             adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, max(0.0, adam.grad_clip_norm)
         )
         _check_adam(parameters)
-        answers = await self._group.on_all(self._timeouts.train_step, TrainerRank.update_model, model, parameters)
+        answers = await self._group.on_all(self._timeouts.train_step, TenantTrainerRank.update_model, model, parameters)
         applied, norm = answers[0]
         # The norm of a skipped step is no number.
         return {"skipped:sum": 0.0, "grad_norm:mean": norm} if applied else {"skipped:sum": 1.0}
 
     async def copy_state(self, model: str, optimizer: bool) -> WriteState:
-        copies = await self._group.on_all(self._timeouts.train_step, TrainerRank.copy_model, model, optimizer)
+        copies = await self._group.on_all(self._timeouts.train_step, TenantTrainerRank.copy_model, model, optimizer)
         state = copies[0]
         assert state is not None, "the first rank has the copies of all"
         return partial(asyncio.to_thread, state.write)
@@ -107,7 +107,7 @@ class Ranks:
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None:
         await self._group.on_all(
             self._timeouts.train_step,
-            TrainerRank.load_model,
+            TenantTrainerRank.load_model,
             model,
             self._shape(spec),
             str(folder),
@@ -115,13 +115,13 @@ class Ranks:
         )
 
     async def unload(self, model: str) -> None:
-        await self._group.on_all(self._timeouts.train_step, TrainerRank.unload_model, model)
+        await self._group.on_all(self._timeouts.train_step, TenantTrainerRank.unload_model, model)
 
     async def restart(self) -> None:
         await self._group.restart()
 
 
-def _check_adam(adam: columns.Adam) -> None:
+def _check_adam(adam: AdamParameters) -> None:
     """Raises DataError for parameters with which a step is undefined."""
     for name, value in adam._asdict().items():
         if not math.isfinite(value) or value < 0:

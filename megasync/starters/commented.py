@@ -15,7 +15,7 @@ import yaml
 from megasync.config import Config
 from megasync.config.limits import schema_fields
 from megasync.config.load import BASE_KEY, entry_of, section_of
-from megasync.config.reference import comments
+from megasync.planning.reference import comments
 
 WIDTH = 110
 _BASE = "File that this one changes: its keys apply where none stands here."

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megasync.errors import ConfigError
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 from megasync.starters.model import Model
 
 

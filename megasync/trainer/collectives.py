@@ -38,25 +38,3 @@ def first_failure(error: BaseException | None, device: torch.device) -> str | No
     if source == world:
         return None
     return broadcast_json(f"rank {source}: {type(error).__name__}: {error}", source, device)
-
-
-def gather_on_first(values: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
-    """Gathers a vector of each rank, of any length but one dtype, in host memory of rank 0; empty on other ranks.
-
-    A rank without values sends nothing, so only what is there takes memory and time.
-    """
-    rank = dist.get_rank()
-    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
-    lengths[rank] = len(values)
-    dist.all_reduce(lengths)
-    if rank:
-        if len(values):
-            dist.send(values.to(device), 0)
-        return []
-    gathered = [values]
-    for source, length in enumerate(lengths.tolist()[1:], start=1):
-        received = torch.empty(length, dtype=values.dtype, device=device)
-        if length:
-            dist.recv(received, source)
-        gathered.append(received.cpu())
-    return gathered

@@ -24,11 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -44,6 +40,7 @@ from megasync.layout.shards import load_shards
 from megasync.layout.topology import Topology
 from megasync.observe import trace
 from megasync.trainer import checkpoint
+from megasync.trainer.adam import Adam
 from megasync.trainer.adapters import Adapters, ReferenceAdapters, attach, fresh_adapters
 from megasync.trainer.architecture import check_architecture, check_trainer, full_microbatch, token_multiple
 from megasync.trainer.batch import Batch, Sample, Samples, lengths_of, make_batch
@@ -57,7 +54,6 @@ from megasync.trainer.offload import Memory, buffers_of, memory_of
 from megasync.trainer.optimizer import Optimizer, Update, group_names, groups_of
 from megasync.trainer.packing import Lengths, Microbatch, Packing, plan_packing
 from megasync.trainer.param_attributes import sum_partial_experts
-from megasync.trainer.passes import Adam
 from megasync.trainer.reference import ReferenceWeights
 from megasync.trainer.routing import PolicyRouter
 from megasync.trainer.user_buffers import close_buffers, open_buffers

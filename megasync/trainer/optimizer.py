@@ -27,9 +27,9 @@ from megasync.config.megatron_options import converted
 from megasync.config.schema import OptimizerConfig, TrainerConfig
 from megasync.errors import ConfigError, NonFiniteError
 from megasync.layout.topology import Topology
+from megasync.trainer.adam import Adam
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice
 from megasync.trainer.collectives import all_agree
-from megasync.trainer.passes import Adam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer

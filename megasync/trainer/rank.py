@@ -12,20 +12,15 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megasync.base.importing import quick_imports
 from megasync.buffer.payload import LeasedGroup
 from megasync.buffer.segments import load_trajectories
 from megasync.config.host import resolve_host
 from megasync.config.schema import Config
-from megasync.data.row_file import RowFile
-from megasync.errors import MegasyncError
 from megasync.observe import trace
 from megasync.observe.clock import Reading, read_clock
 from megasync.observe.rollouts import RolloutLog, rollout_bytes
@@ -35,14 +30,10 @@ from megasync.trainer.user_buffers import close_buffers
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-    from megasync.layout.adapter import AdapterShape
-    from megasync.layout.adapter_files import SavedAdapter
     from megasync.sync.broadcast.sender import BroadcastSender
     from megasync.sync.disk.writer import DiskWriter
     from megasync.sync.shard.sender import ShardSender
-    from megasync.trainer.adapter_bank import AdapterBank
     from megasync.trainer.critic import Critic
-    from megasync.trainer.passes import Adam, LossPass, PassPart
     from megasync.trainer.quantized import QuantizedWeights
 
 P = ParamSpec("P")
@@ -144,7 +135,6 @@ class TrainerRank:
             from megasync.trainer.policy import PolicyTrainer
             from megasync.trainer.quantized import QuantizedWeights
             from megasync.trainer.recording import Recorder
-            from megasync.trainer.supervised import SupervisedTrainer
 
         # Entries of NCCL's flight recorder, which hang reports show.
         os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000")
@@ -193,7 +183,6 @@ class TrainerRank:
             norms_every=config.observe.norms_every,
             peak_tflops=config.observe.peak_tflops or peak_tflops(self._device.name),
         )
-        self._supervised = SupervisedTrainer(self._learner)
         # Merged adapters take memory, so they exist only for servers that get them.
         alone = config.sync.transport == "adapters"
         layout, params = (
@@ -234,11 +223,6 @@ class TrainerRank:
         with trace.span("step", "step", step=step, version=version), self._profiled(step):
             return self._policy.step(groups, load_trajectories, step, version)
 
-    def fit(self, file: str, rows: NDArray[np.int64], step: int) -> dict[str, float]:
-        """Runs one supervised step on rows of a file in the run folder; returns the same metrics on every rank."""
-        with trace.span("step", "step", step=step), self._profiled(step):
-            return self._supervised.step(self._rows(file), rows, step)
-
     def _profiled(self, step: int) -> AbstractContextManager[None]:
         observe = self._config.observe
         if step not in observe.profile_steps or self._rank not in observe.profile_ranks:
@@ -246,14 +230,6 @@ class TrainerRank:
         from megasync.trainer.profile import profiled
 
         return profiled(self._run_dir, step, self._rank)
-
-    def loss(self, file: str) -> float:
-        """The mean negative log-prob of the trained tokens of all rows of a file in the run folder."""
-        return self._supervised.loss(self._rows(file))
-
-    @lru_cache(maxsize=2)  # noqa: B019 - a rank lives as long as its process
-    def _rows(self, file: str) -> RowFile:
-        return RowFile(self._run_dir / file)
 
     def logprobs(self, sequences: list[list[int]]) -> list[list[float]]:
         """Log-probs of all tokens of each sequence except the first, under the current weights."""
@@ -278,41 +254,6 @@ class TrainerRank:
         self._learner.load(Path(path))
         if self._critic is not None:
             self._critic.load(Path(path))
-
-    # Many models: `adapter_bank.AdapterBank`.
-
-    @cached_property
-    def _bank(self) -> AdapterBank:
-        from megasync.trainer.adapter_bank import AdapterBank
-
-        return AdapterBank(self._learner)
-
-    def create_model(self, model: str, shape: AdapterShape, seed: int) -> None:
-        """Makes new adapters."""
-        self._bank.create(model, shape, seed)
-
-    def compute_passes(self, passes: list[tuple[str, LossPass]]) -> list[PassPart | MegasyncError]:
-        """Computes passes of several models, those of each in their order."""
-        with trace.span("step", "passes", passes=len(passes)):
-            return self._bank.compute(passes)
-
-    def update_model(self, model: str, adam: Adam) -> tuple[bool, float]:
-        """Takes an optimizer step; returns whether it was applied, and the norm of the gradient before clipping."""
-        with trace.span("step", "update"):
-            update = self._bank.update(model, adam)
-        return update.applied, update.grad_norm
-
-    def copy_model(self, model: str, moments: bool) -> SavedAdapter | None:
-        """The state of a model, from the first rank; see `AdapterBank.copied`."""
-        return self._bank.copied(model, moments)
-
-    def load_model(self, model: str, shape: AdapterShape, folder: str, moments: bool) -> None:
-        """Makes a model what a folder holds; see `AdapterBank.load`."""
-        self._bank.load(model, shape, Path(folder), moments)
-
-    def unload_model(self, model: str) -> None:
-        """Forgets a model."""
-        self._bank.unload(model)
 
     # Weight sync: `sync.weight_sync.SendingRank`. A sender is built when its transport first calls it.
 

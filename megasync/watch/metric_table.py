@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from megasync.observe.growing_file import LATEST_TIME
+from megasync.observe.events import LATEST_TIME
 from megasync.observe.metrics import STEP, TIME
 
 # The largest step that a chart can place. Names beyond the most are left out.

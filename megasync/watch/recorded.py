@@ -14,10 +14,10 @@ import numpy as np
 
 from megasync.base.files import open_regular
 from megasync.errors import DataError, raised_as
-from megasync.observe.growing_file import GrowingFile
 from megasync.observe.rollouts import ANSWERS, BODY, FILE, FOLDER, INDEX, Floats, IndexRow, Response
 from megasync.trajectory.runs import Runs
 from megasync.trajectory.trajectory import within
+from megasync.watch.growing_file import GrowingFile
 
 # Bytes that are looked through for a reference answer.
 ANSWER_BYTES = 256 * 2**20

@@ -33,14 +33,15 @@ from megasync.config import CONFIG_FILE, CUSTOM_FILE, ROWS_FILE, SERVICE_FOLDER
 from megasync.config.pacing import Pacing
 from megasync.errors import ConfigError
 from megasync.observe import names
-from megasync.observe.events import EVENTS_FILE, START, Event, EventReader
-from megasync.observe.growing_file import GrowingFile
+from megasync.observe.events import EVENTS_FILE, START, Event
 from megasync.observe.metrics import METRICS_FILE
 from megasync.observe.rollouts import FOLDER as ROLLOUTS_FOLDER
 from megasync.observe.samples import SAMPLES_FILE, SampleAnswer
 from megasync.observe.state_file import ALIVE, OLD_SECONDS, STATE_FILE, RunState, read_state
 from megasync.watch.configuration import read_settings
+from megasync.watch.event_reader import EventReader
 from megasync.watch.faults import Fault, faults
+from megasync.watch.growing_file import GrowingFile
 from megasync.watch.metric_table import Floats, Integers, MetricTable, Series
 from megasync.watch.recorded import RolloutIndex
 

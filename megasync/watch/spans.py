@@ -16,8 +16,9 @@ import msgspec
 
 from megasync.concurrency.first_use import prepared
 from megasync.errors import DataError, raised_as
-from megasync.observe.growing_file import LATEST_TIME, GrowingFile
+from megasync.observe.events import LATEST_TIME
 from megasync.observe.trace import LANES, TRACE_FOLDER, ChromeEvent, process_of, segments
+from megasync.watch.growing_file import GrowingFile
 
 
 @prepared

@@ -9,13 +9,13 @@ import pytest
 
 from megasync.app import run as run_module
 from megasync.app import run_directory
-from megasync.app import supervised as supervised_module
 from megasync.app.async_trainer import AsyncTrainer
-from megasync.app.evaluate import load_target
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
 from megasync.observe.result import RunResult, resume_command
 from megasync.observe.state_file import RunState, write_state
+from megasync.offline.evaluate import load_target
+from megasync.supervised import run as supervised_module
 from megasync.trainer.checkpoint import MARKER, step_path
 
 

@@ -18,7 +18,7 @@ from megasync.buffer.payload import encode_partial
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.errors import LedgerError
-from megasync.models.digits import digits_tokenizer
+from megasync.starters.digits import digits_tokenizer
 from megasync.trajectory import Partial, Trajectory
 
 ROWS, STEPS = 5, 12

@@ -17,9 +17,9 @@ from megasync.buffer.beginning import begin_ledger
 from megasync.buffer.ledger import LOG_PAGES
 from megasync.config.schema import PromptConfig, SamplingConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
-from megasync.models.digits import digits_tokenizer
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.serving.control import ServerControl
+from megasync.starters.digits import digits_tokenizer
 
 TOKENS, SAMPLES = 512, 2
 SCHEDULE = ScheduleConfig(groups_per_step=8, samples_per_group=SAMPLES, max_staleness=1)

@@ -17,10 +17,9 @@ from made_runs import make_run
 from typer.testing import CliRunner
 
 import megasync
-from megasync.base import shipped
+from megasync.base import missing, shipped
 from megasync.cli import commands as cli
 from megasync.errors import TrainingError
-from megasync.install import missing
 from megasync.observe.samples import append_answers
 
 ROOT = Path(__file__).parents[2]

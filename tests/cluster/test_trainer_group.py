@@ -19,10 +19,10 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.errors import RankLost, TrainingError
-from megasync.models import fetch
 from megasync.observe.context import RunContext
 from megasync.observe.hang import HANG_FOLDER, HangReporter
 from megasync.observe.state_file import RunState
+from megasync.starters.fetch import fetch
 from megasync.trainer.rank import TrainerRank
 from megasync.trajectory import Group, Trajectory
 

@@ -8,17 +8,9 @@ from pathlib import Path
 import pytest
 
 from megasync.config import megatron_options
-from megasync.config.megatron_options import (
-    FIELDS,
-    PAGE,
-    SINCE_0_19,
-    check_megatron,
-    converted,
-    deciding_keys,
-    page,
-    types_of,
-)
+from megasync.config.megatron_options import FIELDS, SINCE_0_19, check_megatron, converted, deciding_keys, types_of
 from megasync.errors import ConfigError
+from megasync.planning.megatron_page import PAGE, page
 
 # The other version that is supported, where the rehearsal has installed it.
 OTHER = Path(__file__).parents[2] / ".venv/rehearsal/megatron-core-0.19.2/megatron/core"
@@ -48,7 +40,7 @@ def declared(table: str) -> set[str]:
 
 
 def test_the_page_is_up_to_date():
-    """`python -m megasync.config.megatron_options` updates it."""
+    """`python -m megasync.planning.megatron_page` updates it."""
     assert page() == PAGE.read_text(encoding="utf-8")
 
 

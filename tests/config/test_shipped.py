@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 from header_files import write_headers
 
+from megasync.base import missing
 from megasync.base.importing import load_function
 from megasync.config import load_config
 from megasync.config.builtin import REWARDS
 from megasync.config.schema import Config, DatasetConfig
 from megasync.data import load_dataset
 from megasync.errors import ConfigError
-from megasync.install import missing
-from megasync.models import MODELS
-from megasync.models.digits import digits_tokenizer
 from megasync.planning.finding import OK
 from megasync.planning.plan import Plan, resolve
 from megasync.planning.run_doctor import find_contradiction
-from megasync.preflight.check import check_as_run
+from megasync.starters.digits import digits_tokenizer
+from megasync.starters.fetch import MODELS
+from megasync.tenants.checks import check_as_run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = ("base", "smollm2")

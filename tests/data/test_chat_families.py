@@ -12,8 +12,8 @@ from chat_families import FAMILIES, Family
 from megasync.config.schema import PromptConfig, SftConfig
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.prompts import Renderer
-from megasync.data.supervised import SupervisedRenderer
 from megasync.errors import DataError, TemplateRefused
+from megasync.supervised.rows import SupervisedRenderer
 
 ASK = {"role": "user", "content": "Weather?"}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]

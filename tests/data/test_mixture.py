@@ -12,7 +12,7 @@ from megasync.data import PromptSource, Renderer, load_training_sets
 from megasync.data.digits import digit_reward
 from megasync.data.prompts import Mixture
 from megasync.errors import DataError
-from megasync.models.digits import digits_tokenizer
+from megasync.starters.digits import digits_tokenizer
 
 RENDERER = Renderer(digits_tokenizer(), PromptConfig(), 16)
 WEIGHTS = st.lists(st.integers(1, 9) | st.sampled_from([0.5, 0.25, 1.5]), min_size=1, max_size=8)

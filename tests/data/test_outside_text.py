@@ -11,11 +11,11 @@ from megasync.config.schema import ChatConfig, PromptConfig, RewardModelConfig
 from megasync.data.outside_text import MARK, OutsideText, plain
 from megasync.data.prompts import Renderer
 from megasync.errors import ConfigError
-from megasync.models.digits import digits_tokenizer
-from megasync.models.smollm2 import gguf_file
 from megasync.rewards.model_reward import ModelPrompt
 from megasync.rollout.chat import AnswerTemplate
 from megasync.rollout.conversation import Conversation, Generation
+from megasync.starters.digits import digits_tokenizer
+from megasync.starters.smollm2 import gguf_file
 
 CHATML = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

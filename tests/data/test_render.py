@@ -12,7 +12,7 @@ from megasync.config.schema import PromptConfig
 from megasync.data import Renderer, split_examples
 from megasync.data.tokenizer import load_tokenizer
 from megasync.errors import DataError
-from megasync.models.digits import digits_tokenizer
+from megasync.starters.digits import digits_tokenizer
 
 ROWS = [{"prompt": f"+{n}=", "answer": str(n + 1)} for n in range(3)]
 TEMPLATE = (

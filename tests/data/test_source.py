@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megasync.config.schema import PromptConfig
 from megasync.data import PromptSource, Renderer, render_rows
 from megasync.errors import DataError
-from megasync.models.digits import digits_tokenizer
+from megasync.starters.digits import digits_tokenizer
 
 RENDERER = Renderer(digits_tokenizer(), PromptConfig(), 16)
 

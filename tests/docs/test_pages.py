@@ -10,7 +10,7 @@ import typer
 from megasync.app.async_trainer import AsyncTrainer
 from megasync.cli.commands import app
 from megasync.config.load import schema_keys
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(chain(ROOT.glob("*.md"), *(ROOT.glob(f"{place}/**/*.md") for place in ("docs", "examples", "patches"))))

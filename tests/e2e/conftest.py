@@ -20,7 +20,7 @@ from browser import browser, context, open_page
 from processes import command_line, family, living
 from waits import PATIENCE, wait_until
 
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 
 __all__ = ["browser", "context", "open_page"]
 

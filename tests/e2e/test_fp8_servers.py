@@ -12,8 +12,8 @@ from real_servers import checksums, make_server
 from run_metrics import rows_of
 
 import megasync
-from megasync.models import fetch
 from megasync.serving.control import ServerControl
+from megasync.starters.fetch import fetch
 from megasync.sync.publisher import VersionPublisher
 
 pytestmark = pytest.mark.real

@@ -12,7 +12,7 @@ import pytest
 from run_metrics import steps_of
 
 from megasync.lab.chaos.report import read_ledger
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 
 pytestmark = [pytest.mark.real, pytest.mark.matrix]
 

@@ -12,7 +12,7 @@ import pytest
 from megasync.buffer.groups import TRAINED
 from megasync.buffer.ledger import Ledger
 from megasync.buffer.segments import load
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 from megasync.trajectory import ROUTES
 
 pytestmark = pytest.mark.real

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.real, pytest.mark.extra]
 # Also of a resumed service. What hangs is stopped (SIGSTOP) and never goes on by itself.
 FAULTS = ("rank killed", "server killed", "client killed", "driver killed", "rank killed", "client killed")
 KINDS = ("rank killed", "rank hangs", "server killed", "server hangs", "client killed", "driver killed")
-MARKS = {"rank": "ray::TrainerRank", "server": "sglang::scheduler"}
+MARKS = {"rank": "TenantTrainerRank", "server": "sglang::scheduler"}
 # A script that is killed and started again goes on from the last state that it saved. What it trains on is fixed, so
 # that nothing depends on what was sampled; it samples in between, with the adapters of each step.
 CLIENT = """

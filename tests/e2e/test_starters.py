@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megasync.models import fetch
 from megasync.starters import TEMPLATES, find_model, run_files, write_run
 from megasync.starters import folder as folder_module
+from megasync.starters.fetch import fetch
 
 # A model of 135 million weights answers slowly beside other work.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1200)]

@@ -8,7 +8,7 @@ from io import StringIO
 from rich.console import Console
 
 from megasync.evaluation.evaluate import HeldOutAnswer, HeldOutScores
-from megasync.evaluation.report import EvaluationProgress, scores_table, write_scores
+from megasync.offline.report import EvaluationProgress, scores_table, write_scores
 
 ANSWERS = [
     HeldOutAnswer("", 0.0, 0, 0, "1+1=", "2", 1.0),

@@ -15,8 +15,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from megasync.base.locks import is_locked
+from megasync.base.missing import apart_program, fix_for_module, require
 from megasync.errors import ConfigError, MegasyncError
-from megasync.install import apart_program, environment, fix_for_module, make_environment, pins, require
+from megasync.install import environment, make_environment, pins
 from megasync.install.steps import Steps
 
 HASHED = "six==1.0 ; sys_platform == 'linux' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from wheels import VERSION, build, copied
 
-from megasync.base.shipped import FOLDERS, copy_out
 from megasync.errors import ConfigError
 from megasync.install.environment import rebuilt_wheel
+from megasync.starters.copies import FOLDERS, copy_out
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]

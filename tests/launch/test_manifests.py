@@ -23,8 +23,8 @@ from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.errors import ConfigError
 from megasync.launch.manifests import SLURM_OPTIONS, TARGETS, deployment
-from megasync.models import fetch
 from megasync.planning.plan import Plan, resolve_plan
+from megasync.starters.fetch import fetch
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ("configs/qwen3_8b_math.yaml", "configs/qwen3_32b_math.yaml")

@@ -9,10 +9,10 @@ from random_models import MODELS, MORE_MODELS
 
 from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.layout.adapter import AdapterLayout, AdapterShape, kinds_of_projections
-from megasync.layout.adapter_files import AdapterFiles, SavedAdapter, padded
 from megasync.layout.layout import Box, Layout
 from megasync.layout.shards import assemble, box_of, fill_params
 from megasync.layout.topology import Topology
+from megasync.tenants.saved_adapter import AdapterFiles, SavedAdapter, padded
 
 CONFIGS = MODELS | MORE_MODELS
 TOPOLOGIES = [

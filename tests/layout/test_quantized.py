@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from megasync.errors import CheckpointError, ConfigError
 from megasync.layout import block_fp8
 from megasync.layout.block_fp8 import Block, block_maxima, quantize, scales_of, strips
-from megasync.layout.fp8_folder import linear_matrices, write_fp8_folder
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config
-from megasync.layout.quantized import QuantizedLayout
+from megasync.layout.quantized import QuantizedLayout, linear_matrices
 from megasync.layout.shards import served_in_fp8
 from megasync.layout.topology import Topology
+from megasync.offline.quantize import write_fp8_folder
 
 BLOCK = Block(20, 28)
 SHAPE = (90, 100)

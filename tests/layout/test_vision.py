@@ -9,7 +9,6 @@ from transformers import AutoModelForImageTextToText
 
 from megasync.errors import CheckpointError, ConfigError, TraceError
 from megasync.layout.adapter import AdapterLayout, AdapterShape
-from megasync.layout.adapter_files import export_model
 from megasync.layout.block_fp8 import Block
 from megasync.layout.engine_layout import EngineRank, Fill, Slot
 from megasync.layout.families import language_model
@@ -18,6 +17,7 @@ from megasync.layout.model_files import read_hf_config
 from megasync.layout.quantized import QuantizedLayout
 from megasync.layout.shards import box_of, export_checkpoint, fill_params, load_shards, read_layout
 from megasync.layout.topology import Topology
+from megasync.offline.merge import export_model
 
 FAMILIES = ["gemma3", "qwen3_5", "qwen3_5_moe", "llama4"]
 # The model without the tower: its type, and how names begin with it and without.

@@ -21,8 +21,8 @@ from megasync.config import load_config, save_config
 from megasync.config.changes import check_changes
 from megasync.errors import ConfigError
 from megasync.layout.families import family_of
-from megasync.models import fetch
 from megasync.models.hub import is_name, local_folder, missing_here, pending, resolve_names, title, with_names
+from megasync.starters.fetch import fetch
 
 NAME = "tiny/digits"
 ROOT = Path(__file__).parents[2]

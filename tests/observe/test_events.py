@@ -5,17 +5,8 @@ import os
 
 import pytest
 
-from megasync.observe.events import (
-    EVENTS_FILE,
-    FAULT,
-    MESSAGE,
-    RECOVERY,
-    TRAINING,
-    Event,
-    EventLog,
-    EventReader,
-    read_events,
-)
+from megasync.observe.events import EVENTS_FILE, FAULT, MESSAGE, RECOVERY, TRAINING, Event, EventLog, read_events
+from megasync.watch.event_reader import EventReader
 from megasync.watch.faults import faults
 
 

@@ -17,12 +17,13 @@ from megasync.observe import names
 from megasync.observe import observer as observer_module
 from megasync.observe.curve import CURVE_FILE, held_out_name, plot_curve
 from megasync.observe.display import view
-from megasync.observe.events import EVENTS_FILE, EventReader, read_events
+from megasync.observe.events import EVENTS_FILE, read_events
 from megasync.observe.metrics import METRICS_FILE, MetricsLog, read_metrics
 from megasync.observe.observer import SPEED_STEPS, RunObserver, RunParts
 from megasync.observe.registry import metric_of
 from megasync.observe.samples import SAMPLES_FILE, answers_table, append_answers, before_and_after, read_answers
 from megasync.observe.state_file import STATE_FILE, ModelState, ProcessState, RankState, TenantState, read_state
+from megasync.watch.event_reader import EventReader
 from megasync.watch.faults import faults
 
 METRICS = {

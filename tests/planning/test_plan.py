@@ -16,7 +16,8 @@ from megasync.layout.topology import Topology
 from megasync.planning.memory import checkpoint_bytes, host_memory, server_memory, stage_memory
 from megasync.planning.plan import Plan, TrainerPlan, resolve, resolve_plan, resolve_supervised
 from megasync.planning.render import plan_tables
-from megasync.preflight.check import check_as_run, check_config, model_layout
+from megasync.preflight.check import check_config, model_layout
+from megasync.tenants.checks import check_as_run
 
 ROOT = Path(__file__).parents[2]
 PLANS = Path(__file__).parent / "plans"

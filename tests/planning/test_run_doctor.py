@@ -8,14 +8,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megasync.app.start_checks import check_run
 from megasync.cli.commands import app
 from megasync.config import load_config
 from megasync.device import Device
-from megasync.models import fetch
 from megasync.planning import run_doctor
 from megasync.planning.finding import FAILURE, OK, WARNING
 from megasync.planning.run_doctor import examine_for
+from megasync.planning.start_checks import check_run
+from megasync.starters.fetch import fetch
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 ROWS = "{kind: digits, source: increment}"

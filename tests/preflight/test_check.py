@@ -12,13 +12,14 @@ from fp8_folders import write_fp8
 from header_files import write_headers
 from random_models import write_model
 
+from megasync.base import missing
 from megasync.config.rules import check_rules
 from megasync.config.schema import Config, RewardModelConfig
 from megasync.config.server_args import OF_FROZEN_MODELS, OF_ROLLOUT, RESERVED
 from megasync.errors import ConfigError
-from megasync.install import missing
 from megasync.layout.model_files import FETCHABLE
-from megasync.preflight.check import check_config, check_service, check_supervised, model_layout
+from megasync.preflight.check import check_config, check_supervised, model_layout
+from megasync.tenants.checks import check_service
 
 MCP = ["rollout.tools.mcp.shop.command=[python,shop.py]", "rollout.chat.tool_format=qwen", "data.prompt.format=chat"]
 HARD = "eval.sets.hard={data: {kind: digits, source: copy, split: test}}"
@@ -118,7 +119,7 @@ def test_the_error_of_a_missing_model_folder_says_how_to_create_it(make, tmp_pat
 
 
 def test_the_error_names_the_models_that_can_be_fetched():
-    from megasync.models import MODELS
+    from megasync.starters.fetch import MODELS
 
     assert set(FETCHABLE) == set(MODELS)
 

@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
+from megasync.base import missing
 from megasync.errors import ConfigError
-from megasync.install import missing
 from megasync.preflight import check
 from megasync.preflight.check import check_config
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from megasync.base import missing
 from megasync.config.rules import refusals
 from megasync.config.schema.rollout import HANDED_OVER
 from megasync.errors import ConfigError
-from megasync.install import missing
 from megasync.preflight.check import check_config, run_facts
 
 ENGINES = [*("rollout.servers=1", "rollout.prefill_engines=1", "rollout.decode_engines=2"), "sync.pause_mode=abort"]

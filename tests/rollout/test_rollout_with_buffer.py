@@ -15,11 +15,11 @@ from megasync.buffer.segments import load
 from megasync.config.schema import PromptConfig, ScheduleConfig
 from megasync.data import PromptSource, Renderer
 from megasync.data.curriculum import Curriculum, by_success
-from megasync.models.digits import digits_tokenizer
 from megasync.rewards import RewardRunner
 from megasync.rollout.conversation import Generation
 from megasync.rollout.group_worker import FailurePolicy
 from megasync.rollout.workflow import single_turn
+from megasync.starters.digits import digits_tokenizer
 from megasync.trajectory import Trajectory
 
 SCHEDULE = ScheduleConfig(groups_per_step=2, samples_per_group=2, max_staleness=1, max_inflight_groups=3)

@@ -10,12 +10,10 @@ from service_fakes import SERVED as MODEL
 from service_fakes import FakeServers, FakeTrainer
 from sound_config import make, model
 
+from megasync.base import missing
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.config import SERVICE_FOLDER, TENANTS_FILE
-from megasync.config.access import read_tenants
-from megasync.config.commands import served_config
 from megasync.errors import ConfigError, DataError, ServerError
-from megasync.install import missing
 from megasync.observe.observer import RunParts
 from megasync.observe.state_file import ModelState, TenantState, read_state
 from megasync.service import app, tenant_logs
@@ -25,6 +23,7 @@ from megasync.service.requests import Failed, OptimStep, Sample, ServiceClosed, 
 from megasync.service.service import Service
 from megasync.service.status import ModelStatus, TenantStatus
 from megasync.serving.server import served_adapters
+from megasync.tenants.checks import read_tenants, served_config
 
 __all__ = ["make", "model"]
 

@@ -9,7 +9,7 @@ import pytest
 from megasync.errors import DataError, TrainingError
 from megasync.service.interfaces import Adam, AdapterSpec, Datum, Pass, ServedModel
 from megasync.service.ranks import Ranks, checked
-from megasync.trainer.passes import PassPart
+from megasync.tenants.passes import PassPart
 
 SERVED = ServedModel("m", context=6, vocab=10, rank=8)
 KINDS = {"attention": {"q_proj", "k_proj", "v_proj"}, "mlp": {"down_proj"}, "unembed": {"lm_head"}}

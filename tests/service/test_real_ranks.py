@@ -21,7 +21,6 @@ from megasync.cluster.trainer_group import TrainerGroup
 from megasync.config import Config
 from megasync.config.pools import pool_specs
 from megasync.errors import DataError, RankLost, TrainingError
-from megasync.models import fetch
 from megasync.observe.context import RunContext
 from megasync.observe.hang import HangReporter
 from megasync.observe.state_file import RunState
@@ -29,6 +28,8 @@ from megasync.service.interfaces import Adam, AdapterSpec, Datum, Pass, PassResu
 from megasync.service.ranks import Ranks, trained_config
 from megasync.service.requests import Compute, CreateModel, OptimStep, Request
 from megasync.service.service import Service
+from megasync.starters.fetch import fetch
+from megasync.tenants.rank import TenantTrainerRank
 from megasync.trainer.rank import TrainerRank
 
 pytestmark = pytest.mark.processes
@@ -55,7 +56,7 @@ async def group(tmp_path: Path) -> AsyncIterator[tuple[TrainerGroup, Trainer]]:
     await pools.create(timeout=300)
     state = RunState(time=time.time())
     reports = HangReporter(tmp_path, lambda: state, lambda text: None)
-    group = TrainerGroup(config, tmp_path / "run", pools, RunContext(reports=reports))
+    group = TrainerGroup(config, tmp_path / "run", pools, RunContext(reports=reports), TenantTrainerRank)
     try:
         await group.start(None)
         yield group, Ranks(group, config, ServedModel("digits", context=256, vocab=16, rank=4))

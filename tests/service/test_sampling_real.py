@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from megasync.config.schema import SamplingConfig
 from megasync.errors import DataError, ServerError
 from megasync.layout.shards import ADAPTER_WEIGHTS
-from megasync.models.digits import digits_tokenizer, write_digits
 from megasync.service.interfaces import Sampling, ServedModel
 from megasync.service.sampling import FleetSampler
 from megasync.serving.control import ServerControl
 from megasync.serving.server import ServedAdapters
+from megasync.starters.digits import digits_tokenizer, write_digits
 
 pytestmark = pytest.mark.real
 

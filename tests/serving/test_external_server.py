@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 
 from megasync.config import Config
-from megasync.models import fetch
 from megasync.serving import external_server
 from megasync.serving.external_server import ExternalServer, misfits
+from megasync.starters.fetch import fetch
 
 INFO = {
     "version": version("sglang"),

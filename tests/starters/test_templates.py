@@ -9,16 +9,16 @@ from typing import get_type_hints
 import pytest
 import yaml
 
-from megasync.app.start_checks import check_run
 from megasync.config import Config, load_config, saved_values
 from megasync.config.commands import is_supervised
 from megasync.config.load import BASE_KEY, entry_of, section_of
-from megasync.config.reference import comments
 from megasync.config.schema import DatasetConfig
-from megasync.models import fetch
 from megasync.planning.plan import resolve_plan, resolve_supervised
+from megasync.planning.reference import comments
+from megasync.planning.start_checks import check_run
 from megasync.starters import TEMPLATES, commented, find_model, run_files, write_run
 from megasync.starters import folder as folder_module
+from megasync.starters.fetch import fetch
 from megasync.starters.model import Model
 
 SHAPES = Path(__file__).parents[2] / "configs" / "models"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megasync.config import load_config, save_config
-from megasync.models import fetch
+from megasync.starters.fetch import fetch
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

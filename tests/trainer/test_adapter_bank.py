@@ -43,8 +43,8 @@ def script(model, trainer, calls, dtype="float32", least=None):
     from megasync.layout.adapter import AdapterShape
     from megasync.service.interfaces import Datum, Pass, ServedModel
     from megasync.service.ranks import checked
-    from megasync.trainer.adapter_bank import AdapterBank
-    from megasync.trainer.passes import Adam
+    from megasync.tenants.adapter_bank import AdapterBank
+    from megasync.trainer.adam import Adam
 
     def shape(given):
         return AdapterShape(given["rank"], given["scale"], tuple(given["targets"]))

@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 from megasync.config.schema import LoraConfig, TrainerConfig
 from megasync.errors import ConfigError
 from megasync.layout.adapter import adapter_layout
-from megasync.layout.adapter_files import export_model
 from megasync.layout.layout import Layout
 from megasync.layout.model_files import read_hf_config
 from megasync.layout.shards import assemble, export_checkpoint
 from megasync.layout.topology import Topology
+from megasync.offline.merge import export_model
 
 EXPERT_LAYOUTS = {
     1: {"one": {}, "recompute": {"recompute": "full", "tokens_per_microbatch": 64}},

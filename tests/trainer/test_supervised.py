@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from megasync.data.row_file import RowFile, write_rows
-from megasync.data.supervised import TokenRow
+from megasync.supervised.row_file import RowFile, write_rows
+from megasync.supervised.rows import TokenRow
 
 pytestmark = pytest.mark.processes
 
@@ -85,7 +85,7 @@ def supervised(model, layouts, rows, folder):
     """Steps on the first four rows and on the last one; the loss of all rows before and after."""
     from rank_engines import close, make_engine
 
-    from megasync.trainer.supervised import SupervisedTrainer
+    from megasync.supervised.step import SupervisedTrainer
 
     results = {}
     rows = [TokenRow(np.array(ids, np.int32), np.array(trained, np.bool_)) for ids, trained in rows]

@@ -13,10 +13,9 @@ import pytest
 from made_runs import make_run
 from mutations import SEEDS, mutated
 
-from megasync.observe import growing_file
-from megasync.observe.growing_file import GrowingFile
 from megasync.observe.trace import TRACE_FOLDER
-from megasync.watch import run_folder
+from megasync.watch import growing_file, run_folder
+from megasync.watch.growing_file import GrowingFile
 from megasync.watch.html_page import render_html
 from megasync.watch.report import make_report
 from megasync.watch.run_folder import RunFolder

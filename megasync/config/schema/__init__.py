@@ -1,6 +1,6 @@
 """The typed configuration: one dataclass per section, all held by `Config`.
 
-The comment above each key is its documentation; `megasync.config.reference` copies it into docs/keys. A
+The comment above each key is its documentation; `megasync.planning.reference` copies it into docs/keys. A
 nested section needs no comment, because its class has a docstring. `key` declares a key with its default, its
 limit (`megasync.config.limits`) and its rules (`megasync.config.rules`). Nothing here imports torch or Ray.
 """

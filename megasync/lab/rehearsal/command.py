@@ -14,7 +14,8 @@ from megasync.errors import ConfigError
 from megasync.lab.rehearsal.driver import MEGATRONS, installed_megatron, rehearse, sampled_ranks
 from megasync.lab.rehearsal.render import rehearsal_data, rehearsal_tables
 from megasync.models.hub import resolve_names
-from megasync.preflight.check import check_as_run, model_layout
+from megasync.preflight.check import model_layout
+from megasync.tenants.checks import check_as_run
 
 
 def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str | None, as_json: bool) -> bool:

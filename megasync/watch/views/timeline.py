@@ -18,10 +18,10 @@ from nicegui import background_tasks, ui
 from nicegui import run as threads
 from nicegui.events import GenericEventArguments
 
-from megasync.observe.growing_file import PIECE
 from megasync.observe.trace import TRACE_FOLDER
 from megasync.watch import units
 from megasync.watch.elements import Shares, card, swatch, text, trouble
+from megasync.watch.growing_file import PIECE
 from megasync.watch.run_folder import ACTIVE, RunFolder
 from megasync.watch.spans import TraceReader
 from megasync.watch.timeline import MOST_BYTES, OTHER, Life, Picture, Step, Timeline

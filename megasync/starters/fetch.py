@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 
 from megasync.base.files import new_folder
 from megasync.errors import ConfigError, raised_as
-from megasync.models.digits import write_digits
-from megasync.models.smollm2 import write_smollm2
+from megasync.starters.digits import write_digits
+from megasync.starters.smollm2 import write_smollm2
 
 log = logging.getLogger(__name__)
 

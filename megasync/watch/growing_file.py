@@ -17,8 +17,6 @@ from typing import BinaryIO
 
 from megasync.base.files import open_regular
 
-# Seconds since the epoch that a clock can show; what is later is no time.
-LATEST_TIME = 4102444800.0
 # Bytes before the place where reading stopped that must still be the same.
 REMEMBERED = 256
 # Bytes that are read at once, of the longest line, and of the file.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from megasync.app.workload import PythonArguments, Workload, load_workflow, prepare_workload
+from megasync.app.workload import PythonArguments, load_workflow, prepare_workload
 from megasync.config import Config
 from megasync.config.commands import is_served, is_supervised
 from megasync.config.pools import frozen_models
@@ -23,21 +23,11 @@ from megasync.data.datasets import load_conversations
 from megasync.data.tokenizer import load_tokenizer
 from megasync.layout.model_files import has_tokenizer
 from megasync.models.hub import with_names
-from megasync.preflight.check import check_as_run
 from megasync.rewards import load_reward
+from megasync.tenants.checks import check_as_run
 
 # Packages that read a kind of dataset. A plan may be read where they are not installed.
 READERS = {"parquet": "pyarrow", "hf": "datasets", "reasoning_gym": "reasoning_gym"}
-
-
-def prepare_run(config: Config, custom: PythonArguments) -> Workload:
-    """The workload of a checked configuration. Raises ConfigError and DataError for what a run cannot begin with."""
-    workload = prepare_workload(config, custom)
-    if config.rollout.workers:
-        from megasync.app.rollout_worker import check_workload_travels
-
-        check_workload_travels(workload, custom)
-    return workload
 
 
 def check_run(config: Config, *, planning: bool = False) -> list[str]:
@@ -53,11 +43,11 @@ def check_run(config: Config, *, planning: bool = False) -> list[str]:
     elif is_served(config):
         load_tokenizer(config.model.path)
     elif is_supervised(config):
-        from megasync.app.supervised import prepare_supervised
+        from megasync.supervised.run import prepare_supervised
 
         prepare_supervised(config)
     else:
-        asyncio.run(prepare_run(config, PythonArguments()).close())
+        asyncio.run(prepare_workload(config, PythonArguments()).close())
     return missing
 
 

@@ -1,4 +1,4 @@
-"""Messages between the driver and ranks that train several models: passes, their results, and Adam's parameters.
+"""Messages between the driver and ranks that train several models: passes and their results.
 
 Every position of a sequence has targets: what the model predicts after the token there. numpy, no torch.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class LossPass:
-    """The sum of a loss of `algorithms.sum_losses` over all positions; ``backward`` adds its gradients to earlier ones.
+    """The sum of a loss of `tenants.sum_losses` over all positions; ``backward`` adds its gradients to earlier ones.
 
     Columns have all sequences one after another.
     """
@@ -53,18 +52,6 @@ class LossPass:
 
 # The most models that compute a microbatch together; their adapters and gradients are on the device then.
 TOGETHER = 8
-
-
-class Adam(NamedTuple):
-    """The parameters of one step of AdamW, in place of those that `trainer.optimizer` configures."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    # The norm to which the gradient is clipped; 0 for none.
-    clip_grad: float
 
 
 @dataclass(frozen=True)

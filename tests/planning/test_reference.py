@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megasync.config import reference
 from megasync.config.load import entry_of, schema_keys, section_of
-from megasync.config.reference import KEYS, MARK, PAGE, Section, comments, rewritten, write
 from megasync.config.schema import (
     AuxiliaryModelConfig,
     Config,
@@ -18,12 +16,14 @@ from megasync.config.schema import (
     TeacherConfig,
     TrainSetConfig,
 )
+from megasync.planning import reference
+from megasync.planning.reference import KEYS, MARK, PAGE, Section, comments, rewritten, write
 
 TEXT = "".join(page.read_text(encoding="utf-8") for page in KEYS.glob("*.md"))
 
 
 def test_the_pages_are_up_to_date(tmp_path):
-    """`python -m megasync.config.reference` updates them, and deletes those of sections that are gone."""
+    """`python -m megasync.planning.reference` updates them, and deletes those of sections that are gone."""
     page, keys = tmp_path / "configuration.md", tmp_path / "keys"
     page.write_text(PAGE.read_text(encoding="utf-8").partition(MARK)[0] + MARK)
     keys.mkdir()

@@ -1,6 +1,6 @@
 """Generates the Markdown reference of all keys from the comments, types and defaults in `schema` and from `limits`.
 
-`python -m megasync.config.reference` writes a page for each section of the configuration into docs/keys, and a list
+`python -m megasync.planning.reference` writes a page for each section of the configuration into docs/keys, and a list
 of them into docs/configuration.md, below the line `MARK`. A test checks that all of them are up to date.
 """
 
@@ -25,7 +25,7 @@ from megasync.config.schema import Config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE, KEYS = DOCS / "configuration.md", DOCS / "keys"
-MARK = "<!-- From here on written by `python -m megasync.config.reference`; edit megasync/config/schema instead. -->"
+MARK = "<!-- From here on written by `python -m megasync.planning.reference`; edit megasync/config/schema instead. -->"
 # Name of the page with the keys that are in no section.
 RUN = "run"
 # Placeholder for a name that the user chooses.

@@ -13,16 +13,18 @@ import pytest
 from mutations import SEEDS, try_mutations
 from word_model import make_word_model
 
-from megasync.app import async_trainer, start_checks, supervised
+from megasync.app import async_trainer
 from megasync.app.async_trainer import AsyncTrainer
-from megasync.app.start_checks import check_run
-from megasync.app.supervised import train_supervised
 from megasync.cli import commands
 from megasync.config import Config, load_config
 from megasync.errors import DataError, MegasyncError
-from megasync.models import fetch
+from megasync.planning import start_checks
 from megasync.planning.finding import FAILURE, OK
 from megasync.planning.run_doctor import find_contradiction
+from megasync.planning.start_checks import check_run
+from megasync.starters.fetch import fetch
+from megasync.supervised import run as supervised_run
+from megasync.supervised.run import train_supervised
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 MODULE = '''
@@ -104,7 +106,7 @@ def nothing_starts(monkeypatch):
         raise AssertionError("a run begins")
 
     monkeypatch.setattr(async_trainer, "new_run_dir", start)
-    monkeypatch.setattr(supervised, "new_run_dir", start)
+    monkeypatch.setattr(supervised_run, "new_run_dir", start)
 
 
 def refusal(config: Config) -> str:

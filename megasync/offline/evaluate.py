@@ -1,4 +1,4 @@
-"""`megasync eval`: evaluates a checkpoint on the held-out sets of a configuration. Starts servers, no trainer.
+"""Evaluates a checkpoint on the held-out sets of a configuration. Starts servers, no trainer.
 
 The parts are those of a run (`servers`, `workload`). The weights come from a folder, so a restarted server serves at
 once.
@@ -30,11 +30,11 @@ from megasync.config.schema import SyncConfig, TrainerConfig
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, raised_as
 from megasync.evaluation.evaluate import HeldOutScores, evaluate
-from megasync.evaluation.report import EvaluationProgress, write_scores
 from megasync.models.hub import local_folder, resolve_names
 from megasync.observe.context import RunContext
 from megasync.observe.logfile import log_to_file
 from megasync.observe.names import UNNAMED_SET
+from megasync.offline.report import EvaluationProgress, write_scores
 from megasync.preflight.check import check_config
 
 # Seconds between two checks of the servers.
@@ -102,7 +102,7 @@ def model_folder(
     if model is not None:
         yield model, str(model)
         return
-    from megasync.layout.adapter_files import export_model
+    from megasync.offline.merge import export_model
     from megasync.trainer.checkpoint import latest
 
     checkpoint = checkpoint or latest(target)

@@ -1,4 +1,4 @@
-"""`megasync sft`: supervised training of the policy model, before reinforcement learning goes on from its export.
+"""The run of `megasync sft`: rows, their order, validation, checkpoints, restarts of lost ranks.
 
 Ranks, checkpoints, display and run directory are those of `megasync train`; there are no servers and no buffer. A lost
 rank takes the run back to its newest checkpoint. The order of the rows depends on the seed and the epoch alone, so a
@@ -24,7 +24,6 @@ from megasync.app.run_directory import AnyRun, OpenedRun, finished_run, new_run_
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.base.files import atomic_write, read_object
-from megasync.cluster.trainer_group import TrainerGroup
 from megasync.concurrency.event_loop import run_to_end
 from megasync.concurrency.foreign import invoke
 from megasync.concurrency.tasks import wait_for_first
@@ -36,8 +35,6 @@ from megasync.config.rules import check_rules
 from megasync.control.recovery import named_loss
 from megasync.control.saving import Checkpoints
 from megasync.data.datasets import load_conversations
-from megasync.data.row_file import write_rows
-from megasync.data.supervised import SupervisedRenderer, TokenRow
 from megasync.data.tokenizer import load_tokenizer
 from megasync.device import check_machine, resolve_device
 from megasync.errors import CheckpointError, ConfigError, RankLost, TrainingError, raised_as
@@ -47,6 +44,9 @@ from megasync.observe.context import RunContext
 from megasync.observe.observer import RunObserver, RunParts
 from megasync.observe.result import RunResult
 from megasync.preflight.check import check_supervised
+from megasync.supervised.ranks import SupervisedGroup
+from megasync.supervised.row_file import write_rows
+from megasync.supervised.rows import SupervisedRenderer, TokenRow
 from megasync.trainer.checkpoint import check_readable, latest, step_of
 
 # The rows that ranks read, in the run directory.
@@ -233,20 +233,20 @@ class SupervisedRun(AnyRun):
             finished=observer.finished,
         )
 
-    async def _start(self, stack: AsyncExitStack, opened: OpenedRun) -> TrainerGroup:
+    async def _start(self, stack: AsyncExitStack, opened: OpenedRun) -> SupervisedGroup:
         device = resolve_device(self.config.cluster.device)
         config = replace(self.config, cluster=replace(self.config.cluster, device=device.kind))
         opened.observer.message("starting Ray and trainer ranks")
         pools = await reserve_pools(stack, config, {"trainer": trainer_pool(config)}, device)
         context = RunContext(events=opened.observer, reports=opened.reports)
-        trainer = TrainerGroup(config, self.run_dir, pools, context)
+        trainer = SupervisedGroup(config, self.run_dir, pools, context)
         stack.push_async_callback(trainer.stop)
         opened.reports.cover(pools.stacks, trainer.processes)
         opened.observer.show(RunParts(ranks=trainer.states))
         await trainer.start(self._checkpoint)
         return trainer
 
-    async def _train(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    async def _train(self, trainer: SupervisedGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         """Trains until the run is over. A lost rank takes it back to the newest checkpoint."""
         limit, furthest, restarts = self.config.trainer.max_restarts, self._step, 0
         lost = ""
@@ -270,7 +270,7 @@ class SupervisedRun(AnyRun):
                 restarts += 1
                 observer.message(f"restarting the trainer ranks, attempt {restarts} of {limit}: {error}")
 
-    async def _restart(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    async def _restart(self, trainer: SupervisedGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         observer.activity("trainer", "restarting")
         state = await trainer.restart()
         self._step = 0 if state is None else state["step"]
@@ -279,7 +279,7 @@ class SupervisedRun(AnyRun):
         observer.rewind(self._step)
         observer.message(f"training goes on after step {self._step}")
 
-    async def _steps(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    async def _steps(self, trainer: SupervisedGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         sft, total = self.config.sft, self.config.schedule.total_steps
         if not self._losses:
             await self._validate(trainer, checkpoints, observer)
@@ -304,7 +304,7 @@ class SupervisedRun(AnyRun):
             await self._validate(trainer, checkpoints, observer)
         await checkpoints.finish(wait=True)
 
-    async def _validate(self, trainer: TrainerGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
+    async def _validate(self, trainer: SupervisedGroup, checkpoints: Checkpoints, observer: RunObserver) -> None:
         """Computes the loss of the held-out rows. A stop does not wait for it, unless the ranks must save after it."""
         if not self._rows.validation or self._stop.is_set():
             return

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from megasync.data.row_file import RowFile, write_rows
-from megasync.data.supervised import TokenRow
 from megasync.errors import CheckpointError
+from megasync.supervised.row_file import RowFile, write_rows
+from megasync.supervised.rows import TokenRow
 
 
 def row(ids, trained):

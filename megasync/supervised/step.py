@@ -11,9 +11,9 @@ import time
 import numpy as np
 import torch
 
-from megasync.data.row_file import RowFile
-from megasync.data.supervised import TokenRow
 from megasync.observe import trace
+from megasync.supervised.row_file import RowFile
+from megasync.supervised.rows import TokenRow
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.optimizer import SkipBudget

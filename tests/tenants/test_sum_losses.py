@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megasync.algorithms import losses
 from megasync.algorithms.losses import MAX_LOG_RATIO, PolicyTokens
-from megasync.algorithms.sum_losses import LOSSES
+from megasync.tenants.sum_losses import LOSSES
 
 CLIPS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
 OWN = {"clip_low": 0.3, "clip_high": 0.5}

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.trainer.passes import LEAST_PREFIX, shared_prefixes
+from megasync.tenants.passes import LEAST_PREFIX, shared_prefixes
 
 FEW = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6)
 

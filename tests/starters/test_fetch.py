@@ -7,8 +7,8 @@ from safetensors import SafetensorError
 
 from megasync.data.digits import CHARACTERS, digit_reward
 from megasync.errors import ConfigError
-from megasync.models import MODELS, fetch
-from megasync.models import smollm2 as smollm2_module
+from megasync.starters import smollm2 as smollm2_module
+from megasync.starters.fetch import MODELS, fetch
 
 
 @pytest.fixture(scope="module")

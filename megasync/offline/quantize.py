@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 
 import torch
 
-from megasync.errors import ConfigError
 from megasync.layout.block_fp8 import SCALES, Block, block_maxima, quantize, scales_of
 from megasync.layout.layout import Box, Layout
 from megasync.layout.model_files import read_hf_config
-from megasync.layout.quantized import QuantizedLayout
+from megasync.layout.quantized import QuantizedLayout, linear_matrices
 from megasync.layout.shards import HfFolder, box_of, dtypes_of, fill_param, pieces_by_param, write_folder
 from megasync.layout.topology import Topology
 
-# What the names of the matrices of linear layers contain. Routers, embeddings and the head are never quantized.
-_LINEAR = "_proj"
 # Tensors and scales that are cached: those of one fused parameter are read in turn.
 _KEPT = 8
 
@@ -63,28 +59,3 @@ def write_fp8_folder(source: Path, out: Path, block: Block, dtype: str, power_of
 
 def _box(shape: tuple[int, ...]) -> Box:
     return Box(0, shape[0], 0, shape[1] if len(shape) > 1 else 1)
-
-
-def linear_matrices(layout: Layout, block: Block) -> set[str]:
-    """The names of the matrices of linear layers that fill at least a block.
-
-    Raises ConfigError for matrices that servers fuse and that do not end with a block.
-    """
-    names: set[str] = set()
-    for item in chain.from_iterable(layout.placed(pp) for pp in range(layout.topology.pipeline)):
-        matrices = [(name, shape) for name, shape in item.tensors if len(shape) == 2 and _LINEAR in name]
-        large = [shape for _, shape in matrices if shape[0] >= block.rows and shape[1] >= block.cols]
-        if item.stacked is not None or len(large) < len(item.tensors):
-            continue
-        for name, shape in matrices:
-            if len(matrices) > 1 and shape[0] % block.rows:
-                raise ConfigError(
-                    f"{name!r} has {shape[0]} rows, which is not a multiple of {block.rows}: servers keep it in one "
-                    f"matrix with others, and no block may belong to two of them; choose a smaller --block"
-                )
-            names.add(name)
-    if not names:
-        raise ConfigError(
-            f"no matrix of the model fills a block of {block.rows} x {block.cols}; choose a smaller --block"
-        )
-    return names

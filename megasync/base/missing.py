@@ -1,8 +1,10 @@
-"""The errors for packages that the environment lacks, with the command that installs them."""
+"""The errors for packages and programs that the environment lacks, with the command that installs them."""
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from megasync.base.shipped import LOCKS
 from megasync.errors import ConfigError, MegasyncError
@@ -35,3 +37,11 @@ def require_extra(
             f"{who} needs the package {package}, which is not installed; install the extra `{extra}` (`{command}`)"
             f"{otherwise}"
         )
+
+
+def apart_program(name: str, program: str) -> Path:
+    """A program of an environment that lies beside the run's. Raises ConfigError if that is not installed."""
+    path = Path(sys.prefix) / name / "bin" / program
+    if not path.exists():
+        raise ConfigError(f"there is no {path}; run `megasync install {name}`")
+    return path

@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from megasync.base.files import durable_rename, fsync
-from megasync.data.supervised import TokenRow
 from megasync.errors import CheckpointError, raised_as
+from megasync.supervised.rows import TokenRow
 
 Ints = NDArray[np.int64]
 

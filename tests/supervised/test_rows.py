@@ -7,8 +7,8 @@ from tiny_models import byte_tokenizer
 
 from megasync.config.schema import DatasetConfig, PromptConfig, SftConfig
 from megasync.data.datasets import load_conversations
-from megasync.data.supervised import SupervisedRenderer
 from megasync.errors import DataError
+from megasync.supervised.rows import SupervisedRenderer
 
 VOCAB, EOS = 300, 2
 TURNS = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}<eos>\n{% endfor %}"

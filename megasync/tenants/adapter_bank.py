@@ -36,24 +36,24 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megasync.algorithms.sum_losses import LOSSES
 from megasync.device import synchronize
 from megasync.errors import MegasyncError, TrainingError
 from megasync.layout.adapter import AdapterLayout, AdapterShape
-from megasync.layout.adapter_files import AdapterFiles, SavedAdapter, padded
 from megasync.layout.layout import Layout
 from megasync.layout.shards import Read, assemble, fill_params
 from megasync.layout.topology import Topology
 from megasync.observe import trace
+from megasync.tenants.passes import TOGETHER, LossPass, PassPart, shared_prefixes
+from megasync.tenants.saved_adapter import AdapterFiles, SavedAdapter, padded
+from megasync.tenants.sum_losses import LOSSES
+from megasync.trainer.adam import Adam
 from megasync.trainer.adapters import Member, fresh_factors
 from megasync.trainer.architecture import full_microbatch, token_multiple
 from megasync.trainer.batch import Batch, Sample
 from megasync.trainer.checkpoint import MAIN_WEIGHT, MOMENTS, Slice, run_collectively, slice_peers
-from megasync.trainer.collectives import gather_on_first
 from megasync.trainer.learner import LocalBatch, MegatronLearner
 from megasync.trainer.optimizer import Update
 from megasync.trainer.packing import Ints, Lengths, Microbatch
-from megasync.trainer.passes import TOGETHER, Adam, LossPass, PassPart, shared_prefixes
 
 # On a CPU, products of fewer rows for each thread than this may round otherwise. Seen below 6.
 ROWS = 16
@@ -436,7 +436,7 @@ class AdapterBank:
         places = [(kind, name, start, len(values)) for kind, name, start, values in held]
         text = torch.from_numpy(np.frombuffer(json.dumps(places).encode() if held else b"", np.uint8).copy())
         values = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(values for *_, values in held)]))
-        both = gather_on_first(text, self._device), gather_on_first(values, self._device)
+        both = _gather_on_first(text, self._device), _gather_on_first(values, self._device)
         return [_split(list(part), text, values) for text, values in zip(*both, strict=True)]
 
     def _contribution(self, state: _Model, moments: bool) -> Contribution:
@@ -499,6 +499,28 @@ class AdapterBank:
 
         run_collectively(read, "read", folder, self._device)
         self._put(model, shape, params, kinds, updates)
+
+
+def _gather_on_first(values: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """Gathers a vector of each rank, of any length but one dtype, in host memory of rank 0; empty on other ranks.
+
+    A rank without values sends nothing, so only what is there takes memory and time.
+    """
+    rank = dist.get_rank()
+    lengths = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device)
+    lengths[rank] = len(values)
+    dist.all_reduce(lengths)
+    if rank:
+        if len(values):
+            dist.send(values.to(device), 0)
+        return []
+    gathered = [values]
+    for source, length in enumerate(lengths.tolist()[1:], start=1):
+        received = torch.empty(length, dtype=values.dtype, device=device)
+        if length:
+            dist.recv(received, source)
+        gathered.append(received.cpu())
+    return gathered
 
 
 def _vector(values: torch.Tensor) -> NDArray[np.float32]:

@@ -1,0 +1,1 @@
+"""`megasync sft`: supervised training of the policy model, before reinforcement learning goes on from its export."""
