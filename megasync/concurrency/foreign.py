@@ -306,21 +306,22 @@ class _Guarded(Coroutine[Any, Any, Any]):
 
 
 def _shared() -> tuple[int, int, list[Any]]:
-    """Returns what may break all code of the process: recursion limit, disabled logging, warnings that are errors."""
-    errors = [each for each in warnings.filters if each[0] == "error"]
-    return sys.getrecursionlimit(), logging.root.manager.disable, errors
+    """Returns what may break all code of the process: recursion limit, disabled logging, what warnings become."""
+    return sys.getrecursionlimit(), logging.root.manager.disable, list(warnings.filters)
 
 
 def _put_back(before: tuple[int, int, list[Any]], name: str) -> None:
     """Only what is stricter than before: other threads may have put back in the meantime."""
-    limit, disabled, errors = before
+    limit, disabled, filters = before
     if logging.root.manager.disable > disabled:
         logging.disable(disabled)
         _say(name, "disabled logging")
     if sys.getrecursionlimit() < limit:
         sys.setrecursionlimit(limit)
         _say(name, "lowered the recursion limit")
-    if added := [each for each in warnings.filters if each[0] == "error" and each not in errors]:
+    if warnings.filters == filters:
+        return
+    if added := [each for each in warnings.filters if each[0] == "error" and each not in filters]:
         warnings.filters[:] = [each for each in warnings.filters if each not in added]  # pyright: ignore[reportIndexIssue]
         _say(name, "made warnings errors")
 

@@ -43,6 +43,8 @@ _CALLING: Message = {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}
 _RESULT: Message = {"role": "tool", "tool_call_id": _ID, "content": _NEXT}
 # Each takes some renderings per tool to find.
 _BEGINS_KEPT = 256
+# A message that has nothing else has one form in all templates.
+_ONE_FORM = frozenset({"role", "content"})
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -283,15 +285,15 @@ class ChatTemplate:
         return "reasoning_content"
 
     def _formed(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-        formed: list[Message] = []
-        for message in messages:
-            if "tool_calls" in message or "tool_call_id" in message:
-                message = self._calls_form(tools).of(message)
-            if "reasoning_content" in message and (key := self._reasoning_key) != "reasoning_content":
-                message = dict(message)
-                message[key] = message.pop("reasoning_content")
-            formed.append(message)
-        return formed
+        return [message if message.keys() <= _ONE_FORM else self._formed_one(message, tools) for message in messages]
+
+    def _formed_one(self, message: Message, tools: Sequence[dict[str, Any]]) -> Message:
+        if "tool_calls" in message or "tool_call_id" in message:
+            message = self._calls_form(tools).of(message)
+        if "reasoning_content" in message and (key := self._reasoning_key) != "reasoning_content":
+            message = dict(message)
+            message[key] = message.pop("reasoning_content")
+        return message
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], answer: bool) -> str:
         return self._call_template(self._formed(messages, tools), tools, answer)

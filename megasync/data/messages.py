@@ -298,14 +298,16 @@ def _calls(message: Mapping[str, Any], number: int, from_arrow: bool) -> Iterato
     if not calls and message.get("function_call"):
         # OpenAI's older form, of a single call.
         calls = [{"function": message["function_call"]}]
+    if not calls:
+        return
     if isinstance(calls, str):
         with raised_as(DataError, "has tool_calls that are text, but not JSON", of=ValueError):
             calls = _parsed(calls)
     if isinstance(calls, Mapping):
         calls = [calls]
-    if calls and (not isinstance(calls, Sequence) or isinstance(calls, str | bytes)):
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise DataError(f"has tool_calls that are no list: {calls!r:.80}")
-    for place, call in enumerate(calls or ()):
+    for place, call in enumerate(calls):
         where = f"tool_calls[{place}]"
         # Some datasets leave out the level of "function".
         function = (call.get("function") or call) if isinstance(call, Mapping) else None

@@ -51,12 +51,11 @@ class OutsideText:
         if isinstance(value, str):
             return self._special.sub(_marked, value) if self._special.search(value) else value
         if isinstance(value, Mapping):
-            guarded = [(self.guard(key), self.guard(item)) for key, item in value.items()]
-            same = all(k is key and v is item for (k, v), (key, item) in zip(guarded, value.items(), strict=True))
-            return value if same else dict(guarded)
+            guarded = {self.guard(key): self.guard(item) for key, item in value.items()}
+            return value if guarded == value else guarded
         if isinstance(value, list | tuple):
             items = [self.guard(item) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+            return value if items == list(value) else items
         return value
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megasync.data.tokenizer import TextCodec
 from megasync.rollout.conversation import Generation
@@ -14,8 +13,7 @@ from megasync.trajectory.runs import IntArray
 Decode = Callable[[Sequence[int] | IntArray], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """An answer of the model, with the calls under the ids that the agent sees.
 
     `logprobs` has an entry for each token, if they were requested. `stopped_by` is the stop text of the request that

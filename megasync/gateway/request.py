@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -41,14 +41,13 @@ class Strict(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of what a request consists of: unknown fields are refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(NamedTuple):
     """The sampling options of a request. `chosen` has its temperature, top_p and seed, without those left out."""
 
     max_new_tokens: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
-    chosen: Mapping[str, Any] = field(default_factory=dict)
+    chosen: Mapping[str, Any] = MappingProxyType({})
 
     def options(self, longest: int, chooses: bool) -> dict[str, Any]:
         """The options for the client, of at most `longest` new tokens. `chosen` applies if the request `chooses`."""
@@ -62,8 +61,7 @@ class Sampling:
         return options
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """A chat request in the common form.
 
     `sent` are the parts of the conversation as the dialect has them, which can be compared: equal ones of an earlier
@@ -74,7 +72,7 @@ class Request:
 
     sent: list[Any]
     read: Callable[[Any], Iterable[Mapping[str, Any]]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: Sequence[dict[str, Any]] = ()
     must_call: Sequence[str] = ()
     sampling: Sampling = Sampling()
     stream: bool = False

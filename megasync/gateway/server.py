@@ -9,8 +9,6 @@
 
 Invariant: a request is not processed before its session is found and its key is verified. Every response is JSON in its
 dialect's form, except a stream that breaks off in the middle. `_answer` guarantees both.
-
-It is aiohttp's low-level server, without an application: its router and middlewares would take half of the HTTP time.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from megasync.base.server_log import SERVER_LOG
+from megasync.base.http_server import listen, low_level
 from megasync.concurrency.first_use import prepared
 from megasync.config.host import reach_directly, resolve_host
 from megasync.config.schema import GatewayConfig, SamplingConfig
-from megasync.errors import ConfigError
 from megasync.gateway import messages
 from megasync.gateway.chat_completions import ChatExchange
 from megasync.gateway.errors import RequestError, as_request_error
@@ -41,11 +38,8 @@ from megasync.rollout.workflow import SampleClient
 
 log = logging.getLogger(__name__)
 
-# Seconds to wait for the body of a request, and for open connections when the gateway closes.
+# Seconds to wait for the body of a request.
 _BODY_SECONDS = 60.0
-_CLOSE_SECONDS = 1.0
-# Connections that may wait to be accepted: all agents of a step may start at the same moment.
-_BACKLOG = 4096
 _MIB = 1024**2
 # In the place of a session in paths: the request's model is the session.
 _BY_MODEL = "by-model"
@@ -92,30 +86,15 @@ class Gateway:
         async with self._starting:
             if self._runner is not None:
                 return
-            # When an agent disconnects, the handler is cancelled, and with it the generation.
-            server = web.Server(
-                self._answer,
-                request_factory=self._request,
-                access_log=None,
-                logger=SERVER_LOG,
-                handler_cancellation=True,
-            )
-            runner = web.ServerRunner(server, shutdown_timeout=_CLOSE_SECONDS)
-            await runner.setup()
-            host = resolve_host(self._config.host)
+            config = self._config
+            # When an agent disconnects, its generation is cancelled with the answer.
+            runner = low_level(self._answer, lambda _: config.body_mb * _MIB)
+            host = resolve_host(config.host)
             # Agents' HTTP clients heed proxies.
             reach_directly(host)
-            try:
-                await web.TCPSite(runner, host, self._config.port, backlog=_BACKLOG).start()
-            except OSError as error:
-                await runner.cleanup()
-                raise ConfigError(
-                    f"the gateway cannot listen at rollout.gateway.host={self._config.host}, port={self._config.port}: "
-                    f"{error}; port=0 takes a free one"
-                ) from error
+            refused = f"the gateway cannot listen at rollout.gateway.host={config.host}, port={config.port}"
+            self.url = await listen(runner, host, config.port, refused)
             self._runner = runner
-            shown = f"[{host}]" if ":" in host else host
-            self.url = f"http://{shown}:{runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """Ends all sessions and the server."""
@@ -149,10 +128,6 @@ class Gateway:
         return f"{self.url}/s/{_BY_MODEL}/v1"
 
     # Requests
-
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop, size = asyncio.get_running_loop(), self._config.body_mb * _MIB
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         # The path is /s/<session>/<rest>.

@@ -67,8 +67,8 @@ class Chat:
         (message,) = as_messages([_message(parsed)])
         generation.added = prompt.added
         generation.calls = tuple(Call(call.name, call.raw_arguments) for call in parsed.calls)
-        conversation.answered(self._template, prompt, generation, message)
-        return Reply([*prompt.messages, message], generation, conversation, list(parsed.calls), parsed.malformed)
+        messages = conversation.answered(self._template, prompt, generation, message)
+        return Reply(messages, generation, conversation, list(parsed.calls), parsed.malformed)
 
     def count(self, conversation: Conversation, messages: Sequence[dict[str, Any]], tools: Sequence[ToolLike]) -> int:
         """The number of tokens of the prompt that `answer` would generate from. The conversation stays as it is."""

@@ -240,30 +240,36 @@ class SharedPrompts:
                 del self._shared[key]
 
 
-_BODY_BEGIN, _BODY_END = b'{"input_ids":[', b"],"
 # An id, blanks and a comma. JSON allows blanks between a number and a comma.
 _WIDTH = 8
+# As wide as two ids, so that each id begins at a multiple of its width.
+_BODY_BEGIN, _BODY_END = b'{ "input_ids": [', b"],"
 
 
 class RequestBody(aiohttp.payload.Payload):
     """The JSON object `{"input_ids": [...], **rest}`, which becomes text only while it is sent.
 
     A request waits for its answer far longer than it takes to send. Its body must therefore not hold the text of its
-    ids, 256 kB for 32k tokens, but only the ids, whose array belongs to the conversation. Ids are in [0, vocab_size),
-    and there is at least one.
+    ids, 256 kB for 32k tokens, but only the ids, whose array belongs to the conversation. There is at least one.
     """
 
     def __init__(self, ids: Tokens, vocab_size: int, rest: dict[str, Any]) -> None:
+        """Raises DataError for ids outside [0, vocab_size)."""
         super().__init__(ids, content_type="application/json")
+        ids.check(vocab_size)
         self._ids = ids.array
         self._texts = _texts(vocab_size)
         self._rest = _BODY_END + orjson.dumps(rest)[1:]
-        # The last comma is left out.
-        self._size = len(_BODY_BEGIN) + _WIDTH * self._ids.size - 1 + len(self._rest)
+        # The end takes the place of the last comma.
+        self._length = self._size = len(_BODY_BEGIN) + _WIDTH * self._ids.size - 1 + len(self._rest)
 
-    def text(self) -> bytes:
-        ids = self._texts.take(self._ids).view(np.uint8)[:-1]
-        return b"".join((_BODY_BEGIN, ids.data, self._rest))
+    def text(self) -> bytearray:
+        text = bytearray(self._length)
+        text[: len(_BODY_BEGIN)] = _BODY_BEGIN
+        # No id is out of bounds. With another mode, NumPy would write to a copy first, in case that one is.
+        self._texts.take(self._ids, out=np.frombuffer(text, np.uint64, self._ids.size, len(_BODY_BEGIN)), mode="clip")
+        text[-len(self._rest) :] = self._rest
+        return text
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.text().decode(encoding, errors)
@@ -839,10 +845,10 @@ class RolloutClient:
             # Read to the end of the stream: a connection with unread data is not reused.
             async for event in events(response, limits.most_bytes):
                 piece = read_generated(event, limits)
-                if piece.index not in open_responses:
+                if piece.number not in open_responses:
                     raise InvalidAnswer(f"the stream continues after the last piece: {event[:_BODY_SHOWN]!r}")
-                if responses[piece.index].add(piece):
-                    open_responses.discard(piece.index)
+                if responses[piece.number].add(piece):
+                    open_responses.discard(piece.number)
         except (aiohttp.ClientError, OSError):
             if open_responses:
                 raise

@@ -393,10 +393,11 @@ class Conversation:
         self._turns: dict[Generation, ChatTurn] = {}
         self._continuing: dict[ChatTurn | None, list[ChatTurn]] = {}
         # What most prompts continue, which saves the search: the first of the longest generations; and of the turns
-        # with the most messages the latest, with the messages of its prompt.
+        # with the most messages the latest, with the messages of its prompt, as they are and as they are rendered.
         self._longest: Generation | None = None
         self._longest_turn: ChatTurn | None = None
         self._longest_messages: list[dict[str, Any]] = []
+        self._longest_guarded: list[dict[str, Any]] = []
 
     def tokens(self, prompt_ids: Sequence[int]) -> Tokens:
         """The prompt as the continuation of the longest earlier turn that it begins with, whose tokens it shares."""
@@ -433,7 +434,9 @@ class Conversation:
         messages = list(messages)
         turns = self._continued_by(messages)
         longest = next(turns, None)
-        earlier = [] if longest is None else longest.prompt.guarded
+        earlier: Messages = ()
+        if longest is not None:
+            earlier = self._longest_guarded if longest is self._longest_turn else longest.prompt.guarded
         # Those of the earlier turn are shared with it.
         new = messages[len(earlier) :]
         if longest is not None and new[0] == longest.answer:
@@ -452,21 +455,21 @@ class Conversation:
             rendered, guarded = _with_stand_in(template, longest, guarded, tools)
             shown = guarded
 
-        def extended(turn: ChatTurn, piece: str) -> ChatPrompt:
+        def extended(turn: ChatTurn, piece: str, text: _Text) -> ChatPrompt:
             ids = turn.generation.tokens + template.encode(piece)
             added = _turns_of(template, turn, messages, guarded, tools, piece, len(ids))
-            return ChatPrompt(longest, new, shown, tools, ids, _Text(turn.text, piece), len(messages), added)
+            return ChatPrompt(longest, new, shown, tools, ids, text, len(messages), added)
 
         ends: dict[_Text, int] = {}
         for turn in () if longest is None else chain([longest], turns):
             if (rest := turn.text.rest(rendered, ends)) is not None:
-                return extended(turn, rest)
+                return extended(turn, rest, _Text(None, rendered))
             if turn is longest:
                 # Before shorter ones, whose line would hold this answer in the template's form.
                 after = _text_after(template, turn, new, guarded, tools, rendered, realign_rewritten)
                 if after is not None:
                     self.realigned += 1
-                    return extended(turn, after)
+                    return extended(turn, after, _Text(turn.text, after))
         self.forked += longest is not None
         ids = Tokens.of(template.encode(rendered))
         return ChatPrompt(longest, new, shown, tools, ids, _Text(None, rendered), len(messages))
@@ -483,16 +486,23 @@ class Conversation:
 
     def answered(
         self, template: AnswerTemplate, prompt: ChatPrompt, generation: Generation, answer: dict[str, Any]
-    ) -> None:
-        """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it."""
+    ) -> list[dict[str, Any]]:
+        """Record `answer`, the message parsed from `generation`, so that the next prompt can continue it.
+
+        Returns all messages, the answer included.
+        """
         text = _Text(prompt.text, template.decode(generation.token_ids))
         turn = ChatTurn(prompt, generation, answer, text)
         self._turns[generation] = turn
         self._continuing.setdefault(prompt.before, []).append(turn)
-        if (longest := self._longest_turn) is None or _length(turn) > _length(longest):
-            known = self._longest_messages
-            self._longest_messages = [*known, *prompt.new] if prompt.before is longest else prompt.messages
-            self._longest_turn = turn
+        longest = self._longest_turn
+        follows = prompt.before is longest
+        messages = [*self._longest_messages, *prompt.new] if follows else prompt.messages
+        if longest is None or _length(turn) > _length(longest):
+            follows = follows and len(prompt.shown) < prompt.count
+            self._longest_guarded = [*self._longest_guarded, *prompt.shown] if follows else prompt.guarded
+            self._longest_messages, self._longest_turn = messages, turn
+        return [*messages, answer]
 
     def lines(self) -> list[tuple[Generation, Line]]:
         """Return the last generation of each line and what the line is, in the order in which the lines ended."""

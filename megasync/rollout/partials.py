@@ -88,7 +88,7 @@ class PartialResponse:
         self._prompt = 0
         self._logprobs = array("f", logprobs)
         # (version, number of tokens), in the order of the tokens.
-        self._spans = Runs.of(versions).spans()
+        self._spans = Runs.of(versions).spans() if len(versions) else []
         # The support of each token, as sizes and ids; None if sampling is not truncated.
         self._support = None if support is None else (array("i", support.sizes), array("i", support.ids))
         # The likeliest tokens at each token, piece by piece, if they are requested.

@@ -30,7 +30,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from megasync.base.server_log import SERVER_LOG
+from megasync.base.http_server import SERVER_LOG, listen
 from megasync.concurrency.tasks import cancel_and_wait, to_its_end
 from megasync.errors import ConfigError, DataError, SandboxError, raised_as
 from megasync.sandboxes.local import filled, folder_content
@@ -83,10 +83,7 @@ class SandboxServer:
             app.router.add_route(method, f"/sandboxes/{{id}}/{name}", self._of_sandbox(action))
         app.router.add_delete("/sandboxes/{id}", self._stop)
         self._runner = web.AppRunner(app, access_log=None, logger=SERVER_LOG, handler_cancellation=True)
-        await self._runner.setup()
-        with raised_as(ConfigError, f"sandboxes cannot be served at {host}:{port}"):
-            await web.TCPSite(self._runner, host, port).start()
-        self.url = "http://{}:{}".format(*self._runner.addresses[0][:2])
+        self.url = await listen(self._runner, host, port, f"sandboxes cannot be served at {host}:{port}")
         self._expiring = asyncio.create_task(self._expire())
 
     @contextlib.contextmanager

@@ -51,7 +51,7 @@ from typing import Any, TypeVar
 import orjson
 from aiohttp import web
 
-from megasync.base.server_log import SERVER_LOG
+from megasync.base.http_server import listen, low_level
 from megasync.config.host import resolve_host
 from megasync.errors import ConfigError, DataError
 from megasync.gateway.errors import RequestError
@@ -70,8 +70,6 @@ log = logging.getLogger(__name__)
 _PREFIX = "/api/v1/"
 # Seconds that a question for an outcome waits. The client gives up after 45 s.
 _POLL_SECONDS = 30.0
-# Seconds to wait for open connections when the endpoint closes.
-_CLOSE_SECONDS = 1.0
 # Seconds after which a connection without a request ends. Clients keep unused ones for up to 90 s.
 _IDLE_SECONDS = 120.0
 # Seconds for a client to take a piece of a download, and the bytes of a piece.
@@ -79,8 +77,6 @@ _STALL_SECONDS = 60.0
 _PIECE_BYTES = 1 << 20
 # Downloads of a tenant at the same time, each with a piece in memory and now and then a thread that reads the next one.
 _DOWNLOADS = 8
-# Connections that may wait to be accepted: all samples of a step may be asked for at the same moment.
-_BACKLOG = 4096
 _MIB = 1024**2
 # A body that is larger is decoded in a thread, so that others are answered meanwhile.
 _THREAD_BYTES = 1 << 16
@@ -199,29 +195,12 @@ class Endpoint:
 
     async def start(self) -> None:
         """Starts the server. Raises ConfigError when the address cannot be bound."""
-        server = web.Server(
-            self._answer,
-            request_factory=self._request,
-            access_log=None,
-            logger=SERVER_LOG,
-            handler_cancellation=True,
-            keepalive_timeout=_IDLE_SECONDS,
-            # aiohttp does not know zstd, and would not bound it.
-            auto_decompress=False,
-        )
-        runner = web.ServerRunner(server, shutdown_timeout=_CLOSE_SECONDS)
-        await runner.setup()
-        host = resolve_host(self._host)
-        try:
-            await web.TCPSite(runner, host, self._port, backlog=_BACKLOG, ssl_context=self._tls).start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(
-                f"the service cannot listen at host={self._host}, port={self._port}: {error}; port=0 takes a free one"
-            ) from error
+        # aiohttp does not know zstd, and would not bound it.
+        options = {"keepalive_timeout": _IDLE_SECONDS, "auto_decompress": False}
+        runner = low_level(self._answer, self._most_bytes, **options)
+        refused = f"the service cannot listen at host={self._host}, port={self._port}"
+        self.url = await listen(runner, resolve_host(self._host), self._port, refused, tls=self._tls)
         self._runner = runner
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"{'http' if self._tls is None else 'https'}://{shown}:{runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """Ends the server; promises stay."""
@@ -231,10 +210,8 @@ class Endpoint:
 
     # Requests
 
-    def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
-        loop = asyncio.get_running_loop()
-        size = self._limit if message.path.removeprefix(_PREFIX) in _LARGE else min(_SMALL_BYTES, self._limit)
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
+    def _most_bytes(self, path: str) -> int:
+        return self._limit if path.removeprefix(_PREFIX) in _LARGE else min(_SMALL_BYTES, self._limit)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:

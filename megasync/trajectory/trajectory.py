@@ -135,7 +135,7 @@ class Turn:
 
     def moved(self, tokens: int) -> Turn:
         """The turn, that many tokens later."""
-        return replace(self, start=self.start + tokens, end=self.end + tokens)
+        return Turn(self.start + tokens, self.end + tokens, self.role, self.name, self.calls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def within(turns: Iterable[Turn], tokens: int) -> tuple[Turn, ...]:
 def _cut(text: str, most: int) -> str:
     """Returns the first characters, without halves of surrogate pairs, which no file can store."""
     text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return text.encode("utf-8", "replace").decode()
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False)

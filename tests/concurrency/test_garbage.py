@@ -33,11 +33,23 @@ async def test_survivors_are_not_scanned_again():
     async with short_collections():
         gc.callbacks.append(scanned)
         try:
-            live = allocate(300_000)
+            live = allocate(6 * garbage.YOUNG)
         finally:
             gc.callbacks.remove(scanned)
     assert len(collections) > 10
     assert max(collections) < len(live) / 3
+
+
+async def test_what_a_burst_of_requests_frees_again_is_not_scanned():
+    collections: list[str] = []
+    async with short_collections():
+        gc.callbacks.append(lambda phase, info: collections.append(phase))
+        try:
+            for _ in range(100):
+                allocate(garbage.YOUNG // 10)
+        finally:
+            gc.callbacks.pop()
+    assert not collections
 
 
 async def test_cycles_among_survivors_are_collected_by_the_full_collection(monkeypatch: pytest.MonkeyPatch):
@@ -53,8 +65,8 @@ async def test_cycles_among_survivors_are_collected_by_the_full_collection(monke
 
 
 async def test_the_collector_is_as_before_afterwards():
-    callbacks = list(gc.callbacks)
+    before = list(gc.callbacks), gc.get_threshold()
     async with short_collections():
-        assert gc.callbacks != callbacks
-    assert gc.callbacks == callbacks
+        assert gc.callbacks != before[0] and gc.get_threshold() != before[1]
+    assert (gc.callbacks, gc.get_threshold()) == before
     assert gc.get_freeze_count() == 0

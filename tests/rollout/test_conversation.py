@@ -36,8 +36,7 @@ class Talk:
         raw.added = prompt.added
         generation = self.conversation.record(raw)
         message = {"role": "assistant", "content": answer} | ({"tool_calls": list(calls)} if calls else {})
-        self.conversation.answered(self.template, prompt, generation, message)
-        return [*prompt.messages, message], generation
+        return self.conversation.answered(self.template, prompt, generation, message), generation
 
     @property
     def counts(self):

@@ -173,8 +173,13 @@ class Agents:
                     {"id": f"call_{n}", "type": "function", "function": function} for n in range(step.calls)
                 ]
             (message,) = as_messages([message])
-            self.conversation.answered(self.template, prompt, generation, message)
-            self.histories.append(([*prompt.messages, message], prompt.tools))
+            messages = self.conversation.answered(self.template, prompt, generation, message)
+            assert messages == [*prompt.messages, message]
+            # What the next prompt most likely continues is kept, and found turn by turn otherwise.
+            longest = self.conversation._longest_turn
+            assert longest is not None and self.conversation._longest_messages == longest.prompt.messages
+            assert self.conversation._longest_guarded == longest.prompt.guarded
+            self.histories.append((messages, prompt.tools))
 
 
 def check(server: list[Asked], trajectories: list[Trajectory]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megasync.errors import DataError
+from megasync.rollout.client import RequestBody
 from megasync.rollout.conversation import Conversation, Generation
 from megasync.rollout.tokens import Tokens
 
@@ -103,3 +105,15 @@ def test_tokens_travel_to_another_process_without_what_follows_them():
     assert len(data) < 1000
     assert pickle.loads(data) == first
     assert pickle.loads(pickle.dumps(whole)) + [7] == whole + [7]
+
+
+@given(st.lists(st.integers(0, 151_935), min_size=1, max_size=40), st.text(max_size=8))
+def test_the_body_of_a_request_is_json_of_its_ids_and_the_rest(ids, text):
+    sent = RequestBody(Tokens.of(ids), 151_936, {"text": text, "rate": 0.5}).text()
+    assert json.loads(sent) == {"input_ids": ids, "text": text, "rate": 0.5}
+
+
+@pytest.mark.parametrize("ids", [[-1], [1, 100], [2**31 - 1]])
+def test_no_body_has_an_id_outside_the_vocabulary(ids):
+    with pytest.raises(DataError, match=r"is outside the vocabulary \[0, 100\)"):
+        RequestBody(Tokens.of(ids), 100, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -314,7 +313,7 @@ def test_scores_that_make_no_sense_are_refused(lie):
     ],
 )
 def test_tokens_older_than_what_every_server_held_at_the_request_are_refused(given):
-    limits = replace(ASKED, newest=lambda: 8, oldest=7)
+    limits = ASKED._replace(newest=lambda: 8, oldest=7)
     with pytest.raises(InvalidAnswer, match=r"weight version [06] is older than 7, which every server holds"):
         read_generated(raw(given), limits)
     assert read_generated(raw(answer(version="7")), limits).spans == [(7, 4)]
