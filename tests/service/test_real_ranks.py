@@ -76,7 +76,7 @@ async def test_models_survive_their_ranks_in_folders(group: tuple[TrainerGroup, 
     trainer, ranks = group
     for model, spec in SPECS.items():
         await ranks.create(model, spec)
-    bad = Pass("cross_entropy", {}, [Datum(np.array([99]), {"target_tokens": np.array([1])})], True)
+    bad = Pass("cross_entropy", {}, [Datum(np.array([1]), {"target_tokens": np.array([99])})], True)
     results = await ranks.compute([("a", WORK), ("b", bad), ("b", WORK), ("gone", WORK)])
     first, refused, second, gone = results
     assert isinstance(first, PassResult) and isinstance(second, PassResult)
