@@ -245,10 +245,10 @@ def test_an_interrupted_run_exits_with_status_130(here, monkeypatch, tmp_path):
 
 
 def test_an_error_during_training_is_reported(here, monkeypatch, tmp_path):
-    from megasync import models
     from megasync.app import async_trainer
+    from megasync.starters.fetch import fetch
 
-    models.fetch("digits", tmp_path / "digits")
+    fetch("digits", tmp_path / "digits")
     monkeypatch.setattr(async_trainer, "AsyncTrainer", lambda _: FakeTrainer(TrainingError("server 1 died")))
     status, _, err = here("train", "configs/quickstart.yaml", f"model.path={tmp_path}/digits")
     assert status == 2 and "TrainingError: server 1 died" in err

@@ -248,78 +248,92 @@ def flags(*more: str) -> str:
     return f"python train.py {given} --num-rollout 10 --colocate {' '.join(more)}"
 
 
-VERL = [
-    ({"rollout.nnodes": 1, "async_training.staleness_threshold": 0.5}, "schedule.max_staleness", 1),
-    ({"async_training.staleness_threshold": 1.5}, "schedule.max_staleness", 2),
-    ({"async_training.trigger_parameter_sync_step": 2}, "schedule.weight_sync_steps", 2),
-    ({"async_training.require_batches": 3, "actor_rollout_ref.actor.ppo_mini_batch_size": 8},
-     "trainer.minibatches", 3),
-    ({"async_training.require_batches": 3, "actor_rollout_ref.actor.ppo_mini_batch_size": 8},
-     "schedule.groups_per_step", 24),
-    ({"algorithm.adv_estimator": "gae"}, "critic.enabled", True),
-    ({"algorithm.adv_estimator": "rloo_vectorized"}, "algorithm.advantage", "rloo"),
-    ({"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov",
-      "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 0.01}, "algorithm.loss_options.share", 0.01),
-    ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}, "algorithm.kl_in", "reward"),
-    ({"algorithm.rollout_correction.rollout_is": "sequence"}, "algorithm.correction", "product"),
-    ({"algorithm.rollout_correction.rollout_is": "token",
-      "algorithm.rollout_correction.rollout_is_threshold": "0.5_2.0"}, "algorithm.correction_outside", "mask"),
-    ({"algorithm.rollout_correction.bypass_mode": True}, "algorithm.ratio", "behaviour"),
-    ({"actor_rollout_ref.model.lora.rank": 8,
-      "actor_rollout_ref.model.lora.target_modules": "[linear_qkv]"}, "trainer.lora.targets",
-     ["q_proj", "k_proj", "v_proj"]),
-    ({"reward_model.enable": True, "reward_model.model.path": "r/m"}, "rollout.rewards.reward.model", "reward"),
-    ({"actor_rollout_ref.rollout.val_kwargs.n": 4, "data.val_files": "b.parquet"}, "eval.temperatures", [0.0]),
-    ({"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.2}, "trainer.optimizer.warmup_steps", 2),
-    ({"trainer.nnodes": 4}, "trainer.data_parallel", 16),
-    ({"trainer.nnodes": 4}, "rollout.servers", 8),
-    ({"trainer.nnodes": 4}, "cluster.address", "auto"),
-]  # fmt: skip
-
-
-SLIME = [
-    (["--advantage-estimator ppo", "--value-clip 0.3"], "critic.clip", 0.3),
-    (["--kl-coef 0.1"], "algorithm.kl_in", "reward"),
-    (["--use-kl-loss", "--kl-loss-coef 0.1", "--kl-loss-type k3"], "algorithm.kl_coef", 0.1),
-    (["--calculate-per-token-loss"], "algorithm.aggregation", "token"),
-    (["--disable-grpo-std-normalization"], "algorithm.normalize_std", False),
-    (["--optimizer-cpu-offload"], "trainer.optimizer.offload", 1.0),
-    (["--partial-rollout", "--mask-offpolicy-in-partial-rollout"], "schedule.stale", "mask"),
-    (["--rollout-stop a b"], "rollout.sampling.stop", ["a", "b"]),
-    (["--eval-prompt-data one 1.jsonl two 2.jsonl"], "eval.sets.two.data.source", "2.jsonl"),
-    (["--use-wandb", "--wandb-group 'my group'"], "name", "my-group"),
-    (["--rollout-temperature 0.5", "--eval-prompt-data a b.jsonl"], "eval.temperatures", [0.5]),
-]  # fmt: skip
-
-
-TRL = [
-    ("importance_sampling_level: sequence\nloss_type: grpo", "algorithm.loss", "gspo"),
-    ("loss_type: cispo", "algorithm.loss", "cispo"),
-    ("scale_rewards: false", "algorithm.normalize_std", False),
-    ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\nlearning_rate: 1e-5",
-     "trainer.optimizer.min_lr", 1e-6),
-    ("max_steps: 100\nwarmup_ratio: 0.1", "trainer.optimizer.warmup_steps", 10),
-    ("num_processes: 4", "trainer.data_parallel", 4),
-    ("num_processes: 4\nvllm_tensor_parallel_size: 2\nuse_vllm: true", "rollout.servers", 2),
-    ("eval_strategy: steps\neval_steps: 5", "data.eval.split", "test"),
-    ("use_peft: true\nlora_target_modules: all-linear", "trainer.lora.targets", []),
-    ("reward_funcs: [my.rules.exact, accuracy_reward]\nreward_weights: [1.0, 0.5]",
-     "rollout.rewards.exact.function", "my.rules:exact"),
-]  # fmt: skip
-LEAST_OF_TRL = "model_name_or_path: m/m\ndataset_name: a/b\nper_device_train_batch_size: 8\nnum_generations: 8\n"
+@pytest.mark.parametrize(
+    ("values", "key", "value"),
+    [
+        ({"rollout.nnodes": 1, "async_training.staleness_threshold": 0.5}, "schedule.max_staleness", 1),
+        ({"async_training.staleness_threshold": 1.5}, "schedule.max_staleness", 2),
+        ({"async_training.trigger_parameter_sync_step": 2}, "schedule.weight_sync_steps", 2),
+        ({"async_training.require_batches": 3, "actor_rollout_ref.actor.ppo_mini_batch_size": 8},
+         "trainer.minibatches", 3),
+        ({"async_training.require_batches": 3, "actor_rollout_ref.actor.ppo_mini_batch_size": 8},
+         "schedule.groups_per_step", 24),
+        ({"algorithm.adv_estimator": "gae"}, "critic.enabled", True),
+        ({"algorithm.adv_estimator": "rloo_vectorized"}, "algorithm.advantage", "rloo"),
+        ({"actor_rollout_ref.actor.policy_loss.loss_mode": "clip_cov",
+          "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": 0.01}, "algorithm.loss_options.share", 0.01),
+        ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.1}, "algorithm.kl_in", "reward"),
+        ({"algorithm.rollout_correction.rollout_is": "sequence"}, "algorithm.correction", "product"),
+        ({"algorithm.rollout_correction.rollout_is": "token",
+          "algorithm.rollout_correction.rollout_is_threshold": "0.5_2.0"}, "algorithm.correction_outside", "mask"),
+        ({"algorithm.rollout_correction.bypass_mode": True}, "algorithm.ratio", "behaviour"),
+        ({"actor_rollout_ref.model.lora.rank": 8,
+          "actor_rollout_ref.model.lora.target_modules": "[linear_qkv]"}, "trainer.lora.targets",
+         ["q_proj", "k_proj", "v_proj"]),
+        ({"reward_model.enable": True, "reward_model.model.path": "r/m"}, "rollout.rewards.reward.model", "reward"),
+        ({"actor_rollout_ref.rollout.val_kwargs.n": 4, "data.val_files": "b.parquet"}, "eval.temperatures", None),
+        ({"actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": 0.2}, "trainer.optimizer.warmup_steps", 2),
+        ({"trainer.nnodes": 4}, "trainer.data_parallel", 16),
+        ({"trainer.nnodes": 4}, "rollout.servers", 8),
+        ({"trainer.nnodes": 4}, "cluster.address", "auto"),
+    ],
+)  # fmt: skip
+def test_options_of_verl(made, values, key, value):
+    translation = made("verl", overrides(**values))
+    config = load_config(translation.config, ["model.path=none"])
+    node = config
+    for part in key.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    assert node == ([0.0] if value is None else value)
+    check(translation)
 
 
 @pytest.mark.parametrize(
-    ("source", "text", "key", "value"),
+    ("more", "key", "value"),
     [
-        *(("verl", overrides(**values), key, value) for values, key, value in VERL),
-        *(("slime", flags(*more), key, value) for more, key, value in SLIME),
-        *(("trl", f"{LEAST_OF_TRL}{text}\n", key, value) for text, key, value in TRL),
+        (["--advantage-estimator ppo", "--value-clip 0.3"], "critic.clip", 0.3),
+        (["--kl-coef 0.1"], "algorithm.kl_in", "reward"),
+        (["--use-kl-loss", "--kl-loss-coef 0.1", "--kl-loss-type k3"], "algorithm.kl_coef", 0.1),
+        (["--calculate-per-token-loss"], "algorithm.aggregation", "token"),
+        (["--disable-grpo-std-normalization"], "algorithm.normalize_std", False),
+        (["--optimizer-cpu-offload"], "trainer.optimizer.offload", 1.0),
+        (["--partial-rollout", "--mask-offpolicy-in-partial-rollout"], "schedule.stale", "mask"),
+        (["--rollout-stop a b"], "rollout.sampling.stop", ["a", "b"]),
+        (["--eval-prompt-data one 1.jsonl two 2.jsonl"], "eval.sets.two.data.source", "2.jsonl"),
+        (["--use-wandb", "--wandb-group 'my group'"], "name", "my-group"),
+        (["--rollout-temperature 0.5", "--eval-prompt-data a b.jsonl"], "eval.temperatures", [0.5]),
     ],
 )
-def test_an_option_is_translated(made, source, text, key, value):
-    translation = made(source, text, "run.yaml" if source == "trl" else None)
-    node = load_config(translation.config, ["model.path=none"])
+def test_options_of_slime(made, more, key, value):
+    translation = made("slime", flags(*more))
+    node = load_config(translation.config)
+    for part in key.split("."):
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    assert node == value
+    check(translation)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("importance_sampling_level: sequence\nloss_type: grpo", "algorithm.loss", "gspo"),
+        ("loss_type: cispo", "algorithm.loss", "cispo"),
+        ("scale_rewards: false", "algorithm.normalize_std", False),
+        ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\nlearning_rate: 1e-5",
+         "trainer.optimizer.min_lr", 1e-6),
+        ("max_steps: 100\nwarmup_ratio: 0.1", "trainer.optimizer.warmup_steps", 10),
+        ("num_processes: 4", "trainer.data_parallel", 4),
+        ("num_processes: 4\nvllm_tensor_parallel_size: 2\nuse_vllm: true", "rollout.servers", 2),
+        ("eval_strategy: steps\neval_steps: 5", "data.eval.split", "test"),
+        ("use_peft: true\nlora_target_modules: all-linear", "trainer.lora.targets", []),
+        ("reward_funcs: [my.rules.exact, accuracy_reward]\nreward_weights: [1.0, 0.5]",
+         "rollout.rewards.exact.function", "my.rules:exact"),
+    ],
+)  # fmt: skip
+def test_options_of_trl(made, text, key, value):
+    given = f"model_name_or_path: m/m\ndataset_name: a/b\nper_device_train_batch_size: 8\nnum_generations: 8\n{text}\n"
+    translation = made("trl", given, "run.yaml")
+    node = load_config(translation.config)
     for part in key.split("."):
         node = node[part] if isinstance(node, dict) else getattr(node, part)
     assert node == value
