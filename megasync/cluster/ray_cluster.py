@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import threading
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -66,7 +68,7 @@ class RayCluster:
 
     def _start(self, quiet: dict[str, Any]) -> None:
         """Starts a local cluster; again if it was late, as Ray gives its own agents 15 s by a constant."""
-        others = psutil.Process().children()
+        others = _ray_processes()
         for start in range(1, STARTS + 1):
             try:
                 with ray_loopback.applied():
@@ -85,8 +87,8 @@ class RayCluster:
                 if LATE not in str(error) or start == STARTS:
                     raise
                 log.warning("Ray took too long to start; starting it again")
-                for process in psutil.Process().children():
-                    if process not in others:
+                for process in _ray_processes() - others:
+                    with suppress(psutil.NoSuchProcess):
                         process.kill()
 
     @staticmethod
@@ -110,3 +112,14 @@ class RayCluster:
         """Disconnects from the cluster, which ends if this run started it."""
         if ray.is_initialized() and (self._owned or self._address):
             ray.shutdown()
+
+
+def _ray_processes() -> set[psutil.Process]:
+    """The children of this process that run a file of the package Ray."""
+    folder = str(Path(ray.__file__).parent)
+    found: set[psutil.Process] = set()
+    for process in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            if any(folder in word for word in process.cmdline()):
+                found.add(process)
+    return found

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from megasync.base.files import open_regular
 from megasync.observe import trace
 
 EVENTS_FILE = "events.jsonl"
@@ -90,10 +91,10 @@ class EventLog:
 def read_events(run_dir: Path) -> list[Event]:
     """The events of a run by time; none where there is no file. Leaves out lines that are not events."""
     try:
-        lines = (Path(run_dir) / EVENTS_FILE).read_bytes().split(b"\n")
+        with open_regular(Path(run_dir) / EVENTS_FILE) as lines:
+            return sorted(filter(None, map(parse_event, lines)), key=lambda event: event.time)
     except FileNotFoundError:
         return []
-    return sorted(filter(None, map(parse_event, lines)), key=lambda event: event.time)
 
 
 def _opened(path: Path) -> int:

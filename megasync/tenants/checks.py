@@ -1,4 +1,4 @@
-"""What a service starts with: its configuration, the keys of its tenants, and the checks before its start."""
+"""The checks before a service starts, the configuration of its ranks and servers, and the keys of its tenants."""
 
 from __future__ import annotations
 

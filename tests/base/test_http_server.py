@@ -1,4 +1,4 @@
-"""Servers listen where they are told; what is no HTTP is answered and not logged, their own faults are."""
+"""Servers listen where they are told. A request that is no HTTP is answered but not logged; their own errors are."""
 
 import asyncio
 

@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import ray
 
@@ -83,43 +82,49 @@ def test_ray_without_the_patch_still_listens_on_all_interfaces(folder: str) -> N
 LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 
 
-def late_starts(monkeypatch: pytest.MonkeyPatch, outcomes: list[str]) -> list[subprocess.Popen]:
-    """Each start leaves a process and fails with the next message; without one left it succeeds."""
-    begun: list[subprocess.Popen] = []
+class LateRay:
+    """A stand-in for `ray.init`: each start leaves a process of Ray and one of others, and fails with a message."""
 
-    def init(**options: object) -> None:
-        begun.append(subprocess.Popen(["sleep", "600"]))
-        if outcomes:
-            raise Exception(outcomes.pop(0))
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.begun: list[subprocess.Popen] = []
+        self.others: list[subprocess.Popen] = []
 
+    def init(self, **options: object) -> None:
+        waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+        self.begun.append(subprocess.Popen([*waits, ray.__file__]))
+        self.others.append(subprocess.Popen(waits))
+        if self.messages:
+            raise Exception(self.messages.pop(0))
+
+
+@pytest.fixture
+def late_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateRay]:
+    late = LateRay()
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
-    return begun
+    monkeypatch.setattr(ray, "init", late.init)
+    yield late
+    for process in (*late.begun, *late.others):
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.processes
-def test_a_ray_that_is_late_is_started_again_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with subprocess.Popen(["sleep", "600"]) as other:
-        begun = late_starts(monkeypatch, [LATE, LATE])
-        RayCluster(Config(), 1).connect()
-        *late, started = begun
-        assert [process.wait() for process in late] == [-9, -9]
-        assert [psutil.pid_exists(process.pid) and process.poll() for process in (started, other)] == [None, None]
-        for process in (started, other):
-            process.kill()
-            process.wait()
+def test_a_ray_that_is_late_is_started_again_and_only_its_own_processes_are_killed(late_ray: LateRay) -> None:
+    late_ray.messages = [LATE, LATE]
+    RayCluster(Config(), 1).connect()
+    *late, started = late_ray.begun
+    assert [process.wait() for process in late] == [-9, -9]
+    assert [process.poll() for process in (started, *late_ray.others)] == [None] * 4
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("message", "starts"), [("no space left on device", 1), (LATE, STARTS)])
 def test_a_start_of_ray_that_fails_for_another_reason_or_again_and_again_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, message: str, starts: int
+    late_ray: LateRay, message: str, starts: int
 ) -> None:
-    begun = late_starts(monkeypatch, [message] * 9)
+    late_ray.messages = [message] * 9
     with pytest.raises(MegasyncError, match=f"could not start Ray on this machine: Exception: {message}"):
         RayCluster(Config(), 1).connect()
-    assert len(begun) == starts
-    for process in begun:
-        process.kill()
-        process.wait()
+    assert len(late_ray.begun) == starts

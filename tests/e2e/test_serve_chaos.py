@@ -11,7 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
+from functools import partial
 from pathlib import Path
 from queue import Queue
 
@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from waits import PATIENCE
+from waits import PATIENCE, wait_until
 
 from megasync.service.checkpoints import folder_of
 from megasync.service.records import Checkpoint
@@ -164,9 +164,7 @@ def serve(miniature, launch, tmp_path):
                         service = launch("resume", run_dir)
                         service.wait_for("TINKER_BASE_URL")
                     else:
-                        while not (found := service.find(MARKS[kind])):
-                            time.sleep(0.1)
-                        victim = draw.choice(found)
+                        victim = draw.choice(wait_until(partial(service.find, MARKS[kind])))
                         victim.kill() if fault.endswith("killed") else victim.suspend()
         finally:
             for script in scripts:

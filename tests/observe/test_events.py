@@ -90,3 +90,9 @@ def test_the_first_step_after_a_fault_counts_although_it_was_trained_again():
     events = [Event(10.0, FAULT, "killed", "server-0"), Event(12.0, RECOVERY, "", TRAINING)]
     (fault,) = faults(events, step_times=[40.0])
     assert fault.seconds_to_next_step == 2.0
+
+
+def test_a_pipe_in_the_place_of_the_file_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / EVENTS_FILE)
+    with pytest.raises(OSError, match="not a regular file"):
+        read_events(tmp_path)
