@@ -119,10 +119,12 @@ NO_TOOLS = msgspec.Raw()
 
 
 class Kept:
-    """State that the requests of a session share: responses that later ones may name, and the latest tools."""
+    """State that the requests of a session share: what later ones may name, and the latest tools."""
 
     def __init__(self) -> None:
+        # Conversations by the ids of their last responses, and the items of responses by their own ids.
         self.responses: dict[str, list[Any]] = {}
+        self.items: dict[str, Any] = {}
         self._tools: tuple[Any, bytes, list[dict[str, Any]]] = (None, b"", [])
 
     def tools(

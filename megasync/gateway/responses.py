@@ -2,7 +2,7 @@
 
 The input is a list of items, of which several may be one message: reasoning, text and calls of one answer. `_grouped`
 puts them together. An answer is kept as the items that its agent receives, so a request that names it by
-`previous_response_id` is the same as one that sends them back.
+`previous_response_id`, or its items by references, is the same as one that sends them back.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Content = str | list[Part]
 class Item(Strict):
     """An item of the input. Which fields it needs depends on its type; see _NEEDED."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: str | None = None
@@ -66,7 +66,7 @@ class Item(Strict):
     arguments: str | None = None
     output: Content | None = None
     summary: list[Part] | None = None
-    # Identity and state of an item that is sent back: ignored.
+    # What a reference names. Otherwise identity and state of an item that is sent back: ignored.
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -82,6 +82,7 @@ _NEEDED = {
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
+    "item_reference": ("id",),
 }
 # Where an item stands among those of its answer. Another one at the same place begins another answer.
 _PLACES = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -182,7 +183,7 @@ class ResponsesExchange:
             )
         items: list[Group] = [
             *(kept.responses[earlier] if earlier is not None else ()),
-            *_grouped([Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input),
+            *_grouped([Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input, kept),
         ]
         # Those of an earlier request are not carried over.
         instructions = [(Item(role="system", content=body.instructions),)] if body.instructions else []
@@ -276,7 +277,9 @@ class ResponsesExchange:
         """The finished response, which later requests may continue."""
         if self._kept is not None:
             items = self.request.sent[self._instructed :]
-            self._kept.responses[self._id] = [*items, *_grouped(msgspec.convert(output, list[Item]))]
+            answered = msgspec.convert(output, list[Item])
+            self._kept.items.update((str(item.id), item) for item in answered)
+            self._kept.responses[self._id] = [*items, *_grouped(answered, self._kept)]
         asked, sampled = answer.usage
         usage = {
             "input_tokens": asked,
@@ -374,13 +377,26 @@ def _message(text: str, logprobs: list[dict[str, Any]] | None) -> dict[str, Any]
     return head | {"content": [part]}
 
 
-def _grouped(items: Iterable[Item]) -> Iterator[Group]:
-    """Items in groups of one message each. Raises RequestError for an item that lacks a field."""
+def _grouped(items: Iterable[Item], kept: Kept) -> Iterator[Group]:
+    """Items in groups of one message each, with those that references name in their places.
+
+    Raises RequestError for an item that lacks a field, and for a reference to nothing that is kept.
+    """
     group: list[Item] = []
     for number, item in enumerate(items):
         for name in _NEEDED[item.type]:
             if getattr(item, name) is None:
                 raise RequestError(400, f"input[{number}] of the type {item.type} needs {name}", param="input")
+        if item.type == "item_reference":
+            named = kept.items.get(str(item.id))
+            if named is None:
+                raise RequestError(
+                    400,
+                    f"input[{number}] refers to {item.id!r:.80}, which is no item of a response of this session that "
+                    f"was stored; send the item itself",
+                    param="input",
+                )
+            item = named
         answers = item.type in _PLACES and item.role in (None, "assistant")
         if group and not (answers and _continues(group[-1], item)):
             yield tuple(group)

@@ -7,8 +7,11 @@ no other has. So a trained trajectory names its episode, and every token its pla
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sqlite3
+import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -26,6 +29,7 @@ from run_metrics import rows_of
 from megasync.buffer.groups import TRAINED
 from megasync.data.digits import CHARACTERS, END_TOKEN
 from megasync.observe import rollouts
+from megasync.serving.process import free_port
 from megasync.watch.recorded import RolloutIndex
 
 pytestmark = [pytest.mark.real, pytest.mark.extra, pytest.mark.timeout(900)]
@@ -65,9 +69,9 @@ def sandbox_of(process: psutil.Process) -> psutil.Process:
                 return next(each for each in (below, *below.parents()) if each.ppid() == keeper.pid)
 
 
-# The processes of the MCP server and of the environment server say themselves who they are.
+# The processes of MCP servers and of the environment server say themselves who they are.
 VICTIMS = {"worker": worker_of, "keeper": keeper_of, "sandbox": sandbox_of}
-VICTIMS |= dict.fromkeys(("tools", "environment"), lambda process: process)
+VICTIMS |= dict.fromkeys(("tools", "remote_tools", "environment"), lambda process: process)
 
 
 @pytest.fixture
@@ -86,20 +90,35 @@ def model(digits_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def remote_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An MCP server that does not belong to the run, whose host starts it again whenever it ends."""
+    port = free_port()
+    monkeypatch.setenv("REMOTE_TOOLS_URL", f"http://127.0.0.1:{port}/mcp")
+    again = 'while :; do "$0" "$1" "$2"; done'
+    host = subprocess.Popen(
+        ["bash", "-c", again, sys.executable, str(SUPPORT / "mcp_program.py"), str(port)], start_new_session=True
+    )
+    yield
+    os.killpg(host.pid, signal.SIGKILL)
+    host.wait()
+
+
 @pytest.mark.parametrize(
     ("workers", "plays", "kills"),
     [
-        (2, AGENTS, ["worker", "keeper", "tools", "sandbox"]),
-        (0, AGENTS, ["tools", "keeper"]),
+        (2, AGENTS, ["worker", "remote_tools", "keeper", "tools", "sandbox"]),
+        (0, AGENTS, ["tools", "keeper", "remote_tools"]),
         (2, ENVIRONMENTS, ["environment", "worker", "environment"]),
     ],
     ids=["agents in workers", "agents in the driver", "environment servers"],
 )
 def test_each_sample_is_trained_once_and_nothing_is_left(
-    miniature, launch, the_run_dir, model, temporary, tmp_path, monkeypatch, workers, plays, kills
+    miniature, launch, the_run_dir, model, temporary, tmp_path, monkeypatch, request, workers, plays, kills
 ) -> None:
     if plays is AGENTS:
         pytest.importorskip("mcp")
+        request.getfixturevalue("remote_tools")
     elif not (Path(sys.prefix) / "openenv").exists():
         pytest.skip("needs openenv in an environment of its own: megasync install openenv")
     folder, sampled = tmp_path / "traps", tmp_path / "sampled"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import openai as package
 import pytest
@@ -67,7 +67,7 @@ async def chat_agent(base_url, api_key, stream) -> list[str]:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-def responses_agent(by_id: bool = False) -> Callable[..., Any]:
+def responses_agent(by: Literal["items", "response", "references"] = "items") -> Callable[..., Any]:
     async def agent(base_url, api_key, stream) -> list[str]:
         tools: Any = [{"type": "function", "name": "add", "description": "Adds.", "parameters": SCHEMA, "strict": True}]
         items: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -98,8 +98,10 @@ def responses_agent(by_id: bool = False) -> Callable[..., Any]:
                     }
                     for call in calls
                 ]
-                given = {"previous_response_id": response.id} if by_id else {}
-                items = results if by_id else [*items, *output, *results]
+                given = {"previous_response_id": response.id} if by == "response" else {}
+                if by == "references":
+                    output = [{"type": "item_reference", "id": item["id"]} for item in output]
+                items = results if by == "response" else [*items, *output, *results]
 
     return agent
 
@@ -142,7 +144,8 @@ async def messages_agent(base_url, api_key, stream) -> list[str]:
 AGENTS = {
     "chat": chat_agent,
     "responses": responses_agent(),
-    "responses by id": responses_agent(by_id=True),
+    "responses by id": responses_agent(by="response"),
+    "responses by references": responses_agent(by="references"),
     "messages": messages_agent,
 }
 
@@ -591,6 +594,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(make_rig, request, d
 
 async def test_a_response_of_another_session_cannot_be_continued(rig):
     ids: list[str] = []
+    items: list[str] = []
 
     async def agent(base_url, api_key, sample, model):
         async with package.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
@@ -598,8 +602,15 @@ async def test_a_response_of_another_session_cannot_be_continued(rig):
                 with pytest.raises(package.BadRequestError, match="is no response of this session") as error:
                     await client.responses.create(model="m", input="x", previous_response_id=earlier)
                 assert error.value.param == "previous_response_id"
-            ids.append((await client.responses.create(model="m", input="x")).id)
-            ids.append((await client.responses.create(model="m", input="x", store=False)).id)
+            for item in items:
+                named: Any = [{"type": "item_reference", "id": item}]
+                with pytest.raises(package.BadRequestError, match="no item of a response of this session") as error:
+                    await client.responses.create(model="m", input=named)
+                assert error.value.param == "input"
+            for store in (True, False):
+                response = await client.responses.create(model="m", input="x", store=store)
+                ids.append(response.id)
+                items.append(response.output[0].id)
 
     rig.write(*"abcd")
     await rig.play(agent)

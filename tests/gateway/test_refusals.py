@@ -275,6 +275,8 @@ async def test_parameters_without_effect_are_accepted(rig, name, value):
         ("/responses", {"tools": [{"type": "web_search"}]}, "tools[0]"),
         ("/responses", {"include": ["file_search_call.results"]}, "include"),
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ("/responses", {"input": [{"type": "item_reference"}]}, "input[0]"),
+        ("/responses", {"input": [{"type": "custom_tool_call", "id": "x"}]}, "input[0]"),
         ("/responses", {"input": [{"role": "user"}]}, "input"),
         ("/responses", {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ("/responses", {"previous_response_id": "resp_x"}, "previous_response_id"),
