@@ -12,13 +12,6 @@ same folder continues. Closing is no different; it only ends the waits of caller
 The same number of the same model or sampler, or the same idempotency key, is the same promise. Another body under it is
 refused. A request that is refused for good uses up its number, so that the requests behind it do not wait for it.
 
-Sessions, and with them models and samplers, pass through these states (`tidy`, `end_silent`), of which only the first
-has a time that a restart begins anew:
-
-    living ──no sign of life──▶ silent ──longer──▶ ended ──later, without checkpoints──▶ forgotten
-       ◀──────a sign of life──────┘                  ▲
-       └───────────────────finished──────────────────┘
-
 A tenant sees what is its own and what was published. What belongs to another is unknown to it, like what never was.
 """
 
@@ -26,28 +19,25 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from itertools import islice, takewhile
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from megasync.concurrency.batches import Run
 from megasync.concurrency.tasks import cancel_and_wait
 from megasync.errors import DataError
 from megasync.service import interfaces, tenant_logs
 from megasync.service.checkpoints import Checkpoints, folder_of, holds_folders, remove_others
-from megasync.service.checks import check_base, check_key, check_metadata, check_request, tokens_of
+from megasync.service.checks import check_base, check_key, check_request, tokens_of
 from megasync.service.encoding import encode
 from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
-from megasync.service.promises import FILE, Promise, Promises, Store, drop_record, gone, put_record
+from megasync.service.promises import FILE, Promise, Promises, Store, gone, put_record
 from megasync.service.records import Checkpoint, Model, Sampler, Session
 from megasync.service.requests import (
     Busy,
@@ -67,19 +57,12 @@ from megasync.service.requests import (
     UnloadModel,
 )
 from megasync.service.samplers import Adapters, Samplers
+from megasync.service.sessions import Sessions, read_sessions
 from megasync.service.status import ModelStatus, Rate, Status, TenantStatus
-from megasync.service.training import RESTART_SECONDS, ModelQueue, Training, model_id, sampler_id
-
-log = logging.getLogger(__name__)
-
-Forgettable = TypeVar("Forgettable")
+from megasync.service.training import RESTART_SECONDS, Training, model_id, sampler_id
 
 # Seconds between two looks at what is past its time.
 TIDY_SECONDS = 1.0
-# Sessions that are acted on at one look.
-AT_ONCE = 1_000
-# Seconds between two looks for sessions that are silent for too long.
-SILENT_SECONDS = 60.0
 # Tokens of a pass that is encoded in a thread.
 LARGE_TOKENS = 1 << 14
 # The record has numbers of 64 bits.
@@ -110,24 +93,7 @@ class Service:
         self.limits = limits or Limits()
         self._clock = clock
         store = Store(folder / FILE, run, named=holds_folders(folder))
-        self._sessions: dict[str, Session] = {}
-        self._session_keys: dict[tuple[str, str], str] = {}
-        # The sessions of each tenant in the order in which they began.
-        self._of: dict[str, dict[str, Session]] = {}
-        # When each living session last showed a sign of life, the first of them first; those that have shown none for
-        # too long, likewise; and those that have ended, with the time since when nothing changed.
-        self._seen: dict[str, float] = {}
-        self._silent: dict[str, float] = {}
-        self._ended: dict[str, float] = {}
-        self._living = Counter[str]()
-        # Tenants whose record is full, until it is looked at again.
-        self._full: set[tuple[str, str]] = set()
-        for session in sorted(store.read("session", Session).values(), key=lambda each: each.created):
-            session.models, session.samplers = [], []
-            self._add(session)
-        self._silent, self._ended = (
-            dict(sorted(times.items(), key=lambda item: item[1])) for times in (self._silent, self._ended)
-        )
+        sessions = read_sessions(store)
         models, checkpoints = store.read("model", Model), store.read("checkpoint", Checkpoint)
         samplers = store.read("sampler", Sampler)
         self._promises = Promises(store, self.limits, clock, self._settled, self._forgotten)
@@ -136,11 +102,14 @@ class Service:
             folder, checkpoints, self._promises, clock, lambda checkpoint: self._adapters.drop(checkpoint.adapter)
         )
         self._samplers = Samplers(
-            self._adapters, sampler, samplers, self._promises, self._checkpoints, models, self._sessions, self.limits
+            self._adapters, sampler, samplers, self._promises, self._checkpoints, models, sessions, self.limits
         )
         self._training = Training(
-            *(folder, trainer, models, store.read("steps", int), self._sessions, self._promises, self._checkpoints),
+            *(folder, trainer, models, store.read("steps", int), sessions, self._promises, self._checkpoints),
             *(self._adapters, self._samplers, self.limits, clock, restart_seconds),
+        )
+        self._sessions = Sessions(
+            sessions, self._training, self._samplers, self._checkpoints, self._promises, self.limits, clock
         )
         self._rates: dict[str, Rate] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -155,9 +124,7 @@ class Service:
         )
 
     async def __aenter__(self) -> Service:
-        for session in self._sessions.values():
-            if session.ended:
-                self._end_members(session)
+        self._sessions.begin()
         for promise in list(self._promises):
             if not promise.position:
                 self._start(promise)
@@ -166,7 +133,7 @@ class Service:
         self._tasks = [
             self._promises.vital(self._training.work(), "training"),
             self._promises.vital(self._tidy_regularly(), "tidy"),
-            self._promises.vital(self._end_silent_regularly(), "silent sessions"),
+            self._promises.vital(self._sessions.work(), "silent sessions"),
         ]
         return self
 
@@ -218,7 +185,7 @@ class Service:
             raise
         promise = Promise(name, tenant, target, seq, key, type(request).__name__, digest, tokens, now, request)
         made = self._make(tenant, request, target)
-        self._see(tenant, target)
+        self._sessions.see(tenant, target)
         if made is None:
             recorded = self._promises.accept(promise, body, self._start)
         else:
@@ -272,75 +239,25 @@ class Service:
         """Begins a session and returns its id; the same id for the same idempotency key."""
         self._check_open()
         check_key(key)
-        if key is not None and (known := self._session_keys.get((tenant, key))) is not None:
-            await self._promises.commit()
-            return known
-        if (living := self._living[tenant]) >= self.limits.sessions:
-            raise Busy(
-                f"the tenant has {living} sessions, and the limit is sessions={self.limits.sessions}; finish one"
-            )
-        session = Session(secrets.token_hex(8), tenant, self._clock(), list(tags), dict(metadata or {}), name, key)
-        check_metadata([session.tags, session.metadata, session.name])
-        change = put_record("session", session.id, session)
-        sessions = self._of.get(tenant, {}).values()
-        self._forget_beyond("sessions", tenant, sessions, self._useless, self._forget_session)
-        self._add(session)
-        await self._promises.commit(change)
-        return session.id
-
-    def _add(self, session: Session) -> None:
-        self._sessions[session.id] = session
-        self._of.setdefault(session.tenant, {})[session.id] = session
-        if session.key is not None:
-            self._session_keys[session.tenant, session.key] = session.id
-        if session.ended:
-            self._ended[session.id] = session.ended_at
-        elif session.silent:
-            self._silent[session.id] = session.silent
-        else:
-            self._see(session.tenant, session.id)
+        return await self._sessions.create(tenant, tags, metadata, name, key)
 
     def heartbeat(self, tenant: str, session: str) -> None:
         """Takes a sign of life. Raises Gone for a session that was finished."""
         self._check_open()
-        self._live_session(tenant, session)
-        self._see(tenant, session)
+        self._sessions.open(tenant, session)
+        self._sessions.see(tenant, session)
 
     async def finish_session(self, tenant: str, session: str, status: str, detail: str | None = None) -> None:
         """Ends a session, its models and its samplers. Checkpoints stay. The first call counts."""
         self._check_open()
-        found = self.session(tenant, session)
-        check_metadata(detail)
-        if not found.ended:
-            self._end(found, status, detail)
-        await self._promises.commit()
-
-    def _end(self, session: Session, status: str, detail: str | None) -> None:
-        session.ended, session.detail, session.ended_at = status, detail, self._clock()
-        self._living[session.tenant] -= self._seen.pop(session.id, None) is not None
-        self._silent.pop(session.id, None)
-        self._ended[session.id] = session.ended_at
-        self._promises.record(put_record("session", session.id, session))
-        self._end_members(session)
-
-    def _end_members(self, session: Session) -> None:
-        """Ends the models and samplers of a finished session, those that have not ended."""
-        reason = f"its session was finished ({session.ended})"
-        for name in session.models:
-            self._training.end(name, reason)
-            self._training.drop_inflight(name)
-        for name in session.samplers:
-            self._samplers.end(self._samplers.find(session.tenant, name), reason)
+        await self._sessions.finish(tenant, session, status, detail)
 
     def session(self, tenant: str, session: str) -> Session:
-        found = self._sessions.get(session)
-        if found is None or found.tenant != tenant:
-            raise Unknown(f"there is no session {session!r}; create a session first")
-        return found
+        return self._sessions.find(tenant, session)
 
     def sessions(self, tenant: str) -> list[Session]:
         """The tenant's sessions, newest first."""
-        return [*reversed(self._of.get(tenant, {}).values())]
+        return self._sessions.of(tenant)
 
     # Models
 
@@ -361,7 +278,7 @@ class Service:
     ) -> str:
         """Makes a sampler of a checkpoint, or of the base model, and returns its id; the same for the same number."""
         self._check_open()
-        self._live_session(tenant, session)
+        self._sessions.open(tenant, session)
         sampler = Sampler(sampler_id(session, seq), tenant, session, self._clock(), path=path)
         check_base(base_model, self.served)
         if (found := self._samplers.named(sampler.id)) is not None:
@@ -372,7 +289,7 @@ class Service:
         if path is not None:
             self._checkpoints.find(tenant, path)
         self._samplers.add(sampler)
-        self._see(tenant, session)
+        self._sessions.see(tenant, session)
         await self._promises.commit(put_record("sampler", sampler.id, sampler))
         return sampler.id
 
@@ -428,98 +345,13 @@ class Service:
         self._training.give_up_gaps()
         self._checkpoints.delete_expired()
         self._promises.forget_old()
-        self._full.clear()
-        now = self._clock()
-        for name in self._before(self._seen, now - self.limits.heartbeat_seconds):
-            session = self._sessions[name]
-            if not all(self._training.idle(model) for model in session.models):
-                continue
-            log.info("Session %s of tenant %s is silent; its models leave the ranks", name, session.tenant)
-            session.silent = self._silent[name] = self._seen.pop(name)
-            self._living[session.tenant] -= 1
-            self._promises.record(put_record("session", name, session))
-            for model in session.models:
-                self._training.evict(model)
-        # By then no outcome of them is kept either.
-        for name in self._before(self._ended, now - self.limits.kept_seconds):
-            session = self._sessions[name]
-            if self._useless(session):
-                self._forget_session(session)
-            else:
-                # The last in line.
-                del self._ended[name]
-                self._ended[name] = now
-
-    def _before(self, times: Mapping[str, float], time: float) -> list[str]:
-        """The names up to a time, of times in ascending order; a part of many, so that clients are answered soon."""
-        return [name for name, _ in takewhile(lambda item: item[1] < time, islice(times.items(), AT_ONCE))]
-
-    async def end_silent(self) -> None:
-        """Ends sessions that are silent for too long. The last states of their models become checkpoints first."""
-        for name in self._before(self._silent, self._clock() - self.limits.silent_seconds):
-            if (session := self._sessions.get(name)) is None:
-                continue
-            kept = [await self._training.keep(model) for model in [*session.models]]
-            await asyncio.sleep(0)
-            # It may have shown a sign of life, or been finished or forgotten, meanwhile.
-            if all(kept) and name in self._silent:
-                days = (self._clock() - session.silent) / 86_400
-                log.info("Session %s of tenant %s ends: it is silent for %.1f days", name, session.tenant, days)
-                self._end(session, "interrupted", f"it showed no sign of life for {days:.1f} days")
-
-    def _useless(self, session: Session) -> bool:
-        """Whether nobody can use a session anymore, or it is silent and has made nothing."""
-        if session.ended:
-            return all(self._unused(model) for model in session.models)
-        return session.id in self._silent and not session.models and not session.samplers
-
-    def _unused(self, model: str) -> bool:
-        """Whether a model has ended and has left no checkpoints."""
-        return self._training.gone(model) and not self._checkpoints.of_model(model)
-
-    def _forget_session(self, session: Session) -> None:
-        """Forgets a session with its models and samplers; without it the record would grow with every session."""
-        changes = [change for model in [*session.models] for change in self._training.forget(model)]
-        changes += [self._samplers.forget(sampler) for sampler in [*session.samplers]]
-        del self._sessions[session.id], self._of[session.tenant][session.id]
-        if not self._of[session.tenant]:
-            del self._of[session.tenant]
-        self._ended.pop(session.id, None)
-        self._silent.pop(session.id, None)
-        self._session_keys.pop((session.tenant, session.key or ""), None)
-        self._promises.record(*changes, drop_record("session", session.id))
-
-    def _forget_model(self, model: ModelQueue) -> None:
-        """Forgets a model that has ended. Its number stays used, because names of adapters have it."""
-        session = self._sessions[model.record.session]
-        session.first_model = max(session.first_model, 1 + int(model.record.id.rpartition(":")[2]))
-        self._promises.record(*self._training.forget(model.record.id), put_record("session", session.id, session))
-
-    def _forget_beyond(
-        self,
-        kind: str,
-        tenant: str,
-        records: Collection[Forgettable],
-        useless: Callable[[Forgettable], bool],
-        forget: Callable[[Forgettable], None],
-    ) -> None:
-        """Forgets the oldest record of a tenant that nobody can use anymore, if there are too many. Raises Busy."""
-        if len(records) < self.limits.records:
-            return
-        found = None if (kind, tenant) in self._full else next(filter(useless, records), None)
-        if found is None:
-            self._full.add((kind, tenant))
-            raise Busy(
-                f"the tenant has {len(records)} {kind} whose checkpoints are kept or that have not ended, and the "
-                f"limit is {self.limits.records}; delete checkpoints, and finish sessions"
-            )
-        forget(found)
+        self._sessions.tidy()
 
     def status(self) -> Status:
         """The state of the service, of each tenant and of each model."""
         now = self._clock()
         return Status(
-            {tenant: self._tenant_status(tenant, now) for tenant in sorted(self._of)},
+            {tenant: self._tenant_status(tenant, now) for tenant in self._sessions.tenants()},
             self._training.restarts,
             self._promises.failure,
         )
@@ -539,7 +371,7 @@ class Service:
             for model in reversed([*self._training.living(tenant)])
         ]
         return TenantStatus(
-            sessions=self._living[tenant],
+            sessions=self._sessions.living(tenant),
             models=models,
             steps=self._training.steps_of(tenant),
             tokens=self._training.tokens[tenant],
@@ -556,11 +388,6 @@ class Service:
         while True:
             await asyncio.sleep(TIDY_SECONDS)
             self.tidy()
-
-    async def _end_silent_regularly(self) -> None:
-        while True:
-            await asyncio.sleep(SILENT_SECONDS)
-            await self.end_silent()
 
     # Accepting
 
@@ -596,7 +423,7 @@ class Service:
                 return f"{request.model}:{request.seq}", request.model, request.seq
 
     def _new_model(self, tenant: str, session: str, number: int) -> tuple[str, str, int]:
-        found = self._live_session(tenant, session)
+        found = self._sessions.open(tenant, session)
         name = model_id(session, number)
         if number < found.first_model and self._training.find(name) is None:
             raise Gone(f"model {number} of session {session} is forgotten; use the next number")
@@ -660,11 +487,10 @@ class Service:
                 )
             raise Busy(f"{recorded}; wait for outcomes")
         if isinstance(request, CreateModel) or (isinstance(request, LoadWeights) and request.model is None):
-            living = sum(model.record.session not in self._silent for model in self._training.living(tenant))
+            living = sum(not self._sessions.is_silent(model.record.session) for model in self._training.living(tenant))
             if living >= limits.models:
                 raise Busy(f"the tenant has {living} models, and the limit is models={limits.models}; unload one")
-            made = self._training.of(tenant)
-            self._forget_beyond("models", tenant, made, lambda each: self._unused(each.record.id), self._forget_model)
+            self._sessions.make_room_for_model(tenant)
         if isinstance(request, Sample):
             self._samplers.check(tenant, request)
 
@@ -717,25 +543,6 @@ class Service:
                 self.model(tenant, target)
             raise gone(name)
         raise Unknown(f"there is no promise {name!r}; use the id that came with the accepted request")
-
-    def _live_session(self, tenant: str, session: str) -> Session:
-        found = self.session(tenant, session)
-        if found.ended:
-            raise Gone(f"session {session} was finished ({found.ended}); begin a new one")
-        return found
-
-    def _see(self, tenant: str, target: str) -> None:
-        """Notes a sign of life of the session that a session's, model's or sampler's id begins with."""
-        name = target.partition(":")[0]
-        session = self._sessions.get(name)
-        if session is None or session.tenant != tenant or session.ended:
-            return
-        if self._seen.pop(name, None) is None:
-            self._living[tenant] += 1
-        self._seen[name] = self._clock()
-        if self._silent.pop(name, None) is not None:
-            session.silent = 0.0
-            self._promises.record(put_record("session", name, session))
 
     def _rate(self, tenant: str) -> Rate:
         return self._rates.setdefault(tenant, Rate())
