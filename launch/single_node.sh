@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains on this machine only: bash launch/single_node.sh CONFIG [key=value ...] [--continue FILE] [--dry-run]
 # Runs `megasync doctor` for CONFIG first and stops if a check fails. --dry-run prints the commands without running them.
+# A CONFIG with a section serve is refused, as by `megasync train`: start it with `megasync serve CONFIG`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,7 +22,7 @@ options=()
 while [ "$#" -gt 0 ]; do
     case $1 in
         -h | --help)
-            sed -n '2,3s/^# //p' launch/single_node.sh
+            sed -n '2,4s/^# //p' launch/single_node.sh
             exit
             ;;
         --dry-run) dry_run=yes ;;

@@ -28,6 +28,7 @@ from megasync.base.missing import require_extra
 from megasync.config import builtin
 from megasync.config.access import SESSIONS_KEY_VARIABLE, check_access, given_key
 from megasync.config.builtin import ADVANTAGES, EXTERNAL, LOSSES, Algorithm
+from megasync.config.commands import is_served
 from megasync.config.host import is_loopback, resolve_host
 from megasync.config.limits import REWARD, SHOWN_CHARACTERS, as_typed, check_limits, path_problem
 from megasync.config.megatron_options import check_megatron
@@ -102,6 +103,11 @@ def check_config(
     `own_eval_rows` say that a Python caller passes rows that replace `data.train` and `data.eval`, `own_agent` that it
     passes an agent that replaces `rollout.agent`. Without `training` only servers are started.
     """
+    if training and is_served(config):
+        raise ConfigError(
+            "serve is set, so this is a configuration of `megasync serve CONFIG`: start it with that command, or set "
+            "serve=null to train with it"
+        )
     check_limits(config)
     own_rows = own_rows or not training
     facts, passed = run_facts(config), ["sft", "serve"]

@@ -73,7 +73,7 @@ def check_service(config: Config, *, planning: bool = False) -> None:
         read_tenants(serve.keys)
     check_rules(config, model_facts(model_layout(config, planning=planning)[0]), within=("serve",))
     config = served_config(config, served_context(config, planning=planning))
-    check_config(config, planning=planning, own_rows=True)
+    check_config(replace(config, serve=None), planning=planning, own_rows=True)
     if planning:
         return
     # Its types and messages are what the service speaks.

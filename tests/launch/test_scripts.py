@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from functools import partial
 from itertools import chain
@@ -126,6 +127,15 @@ def test_a_single_machine_is_checked_for_its_configuration_before_training(check
     program(checkout / ".venv" / "bin" / "megasync", 'echo "$1"; [ "$1" != doctor ]')
     sick = bash(script, *arguments)
     assert (sick.returncode, sick.stdout) == (2, "doctor\n") and "not ready" in sick.stderr
+
+
+@pytest.mark.processes
+def test_a_service_is_refused_on_a_single_machine_with_its_command(checkout):
+    real = f'exec {sys.executable} -m megasync "$@"'
+    program(checkout / ".venv" / "bin" / "megasync", f'echo "$1"; [ "$1" = doctor ] || {real}')
+    refused = bash(checkout / "launch" / "single_node.sh", str(ROOT / "configs" / "serve_quickstart.yaml"))
+    assert (refused.returncode, refused.stdout) == (2, "doctor\ntrain\n")
+    assert "start it with that command" in refused.stderr and "megasync serve CONFIG" in refused.stderr
 
 
 @pytest.mark.parametrize(

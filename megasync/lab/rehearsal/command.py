@@ -26,7 +26,10 @@ def rehearse_config(source: Path, overrides: list[str], rank: str, megatron: str
     """
     config = resolve_names(load_config(source, overrides), weights=False)
     if is_served(config):
-        raise ConfigError("serve: the ranks of a service cannot be rehearsed yet; `megasync plan` counts their memory")
+        raise ConfigError(
+            "serve is set, and the ranks of a service hold adapters of many models, which rehearsed ranks do not; use "
+            "`megasync plan` for their memory"
+        )
     check_as_run(config, planning=True)
     layout, _ = model_layout(config, planning=True)
     ranks = _chosen_ranks(rank, layout.topology.world, sampled_ranks(layout))

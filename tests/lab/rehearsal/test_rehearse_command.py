@@ -46,6 +46,11 @@ def test_an_unsupported_megatron_is_refused():
         rehearse_config(CONFIG, GPUS, "sample", "0.15.0", False)
 
 
+def test_a_service_is_refused_with_what_counts_its_memory():
+    with pytest.raises(ConfigError, match=r"ranks of a service hold adapters of many models.*`megasync plan`"):
+        rehearse_config(CONFIG, [*GPUS, "serve={}"], "sample", None, False)
+
+
 def test_the_first_difference_is_named():
     held, planned = {"weights": 3 * 10**9}, {"weights": 2 * 10**9}
     ranks = (
