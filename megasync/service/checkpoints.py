@@ -25,6 +25,7 @@ from megasync.errors import DataError
 from megasync.service.promises import Promises, drop_record, put_record
 from megasync.service.records import Checkpoint, CheckpointKind
 from megasync.service.requests import Unknown
+from megasync.service.saved_files import Files
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +78,6 @@ def file_name(model: str) -> str:
     return model.replace(":", "-")
 
 
-def size_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def pieces(file: Path, size: int) -> Iterator[bytes]:
     """The content of a file, up to ``size`` bytes at once."""
     with file.open("rb") as opened:
@@ -88,11 +85,12 @@ def pieces(file: Path, size: int) -> Iterator[bytes]:
             yield piece
 
 
-def tar_pieces(folder: Path, size: int) -> Iterator[bytes]:
-    """A tar file of `tar_bytes` bytes with the files of a folder, which do not change, piece by piece."""
-    for file in sorted(folder.iterdir()):
+def tar_pieces(folder: Path, names: Iterable[str], size: int) -> Iterator[bytes]:
+    """A tar file of `tar_bytes` bytes with files of a folder, which do not change, piece by piece."""
+    for name in sorted(names):
+        file = folder / name
         found = file.stat()
-        entry = tarfile.TarInfo(file.name)
+        entry = tarfile.TarInfo(name)
         entry.size, entry.mtime = found.st_size, found.st_mtime
         yield entry.tobuf(tarfile.GNU_FORMAT)
         yield from pieces(file, size)
@@ -101,8 +99,8 @@ def tar_pieces(folder: Path, size: int) -> Iterator[bytes]:
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def tar_bytes(folder: Path) -> int:
-    blocks = sum(1 - -file.stat().st_size // tarfile.BLOCKSIZE for file in folder.iterdir())
+def tar_bytes(files: Files) -> int:
+    blocks = sum(1 - -size // tarfile.BLOCKSIZE for size, _ in files.described.values())
     return (blocks + 2) * tarfile.BLOCKSIZE
 
 
@@ -190,7 +188,7 @@ class Checkpoints:
         self._records[checkpoint.path] = checkpoint
         self._of_tenant.setdefault(checkpoint.tenant, {})[checkpoint.path] = checkpoint
         self._of_model.setdefault(checkpoint.model, {})[checkpoint.path] = checkpoint
-        self._bytes[checkpoint.tenant] += checkpoint.size
+        self._bytes[checkpoint.tenant] += checkpoint.files.size
         self._expiry = min(self._expiry, checkpoint.expires or math.inf)
         return replaced
 
@@ -200,7 +198,7 @@ class Checkpoints:
             del group[name][checkpoint.path]
             if not group[name]:
                 del group[name]
-        self._bytes[checkpoint.tenant] -= checkpoint.size
+        self._bytes[checkpoint.tenant] -= checkpoint.files.size
 
     async def delete(self, tenant: str, path: str) -> None:
         self._delete(self.find(tenant, path, own=True))

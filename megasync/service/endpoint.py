@@ -53,7 +53,7 @@ from aiohttp import web
 
 from megasync.base.http_server import listen, low_level
 from megasync.config.host import resolve_host
-from megasync.errors import ConfigError, DataError
+from megasync.errors import CheckpointError, ConfigError, DataError
 from megasync.gateway.errors import RequestError
 from megasync.gateway.server import read_body
 from megasync.service import wire
@@ -509,16 +509,15 @@ class Endpoint:
         return _nothing()
 
     async def _archive(self, call: _Call) -> web.StreamResponse:
-        async with self._download(call.tenant), self._service.folder(call.tenant, _path(call)) as folder:
-            return await _send(call.request, tar_pieces(folder, _PIECE_BYTES), tar_bytes(folder))
+        async with self._download(call.tenant), self._service.folder(call.tenant, _path(call)) as (folder, files):
+            return await _send(call.request, tar_pieces(folder, files.described, _PIECE_BYTES), tar_bytes(files))
 
     def _download(self, tenant: str) -> asyncio.Semaphore:
         return self._downloads.setdefault(tenant, asyncio.Semaphore(_DOWNLOADS))
 
     async def _file_urls(self, call: _Call) -> web.Response:
         path = _path(call)
-        async with self._service.folder(call.tenant, path) as folder:
-            files = sorted(file.name for file in folder.iterdir())
+        files = sorted(self._service.checkpoint(call.tenant, path).files.described)
         expires = int(time.time()) + _FILE_SECONDS
         try:
             base = f"{call.request.url.origin()}{_PREFIX}files/"
@@ -544,7 +543,7 @@ class Endpoint:
         tenant, path, file, expires = orjson.loads(base64.urlsafe_b64decode(text))
         if expires < time.time():
             raise RequestError(403, f"the address of {file} was valid for {_FILE_SECONDS} s; ask for it again")
-        async with self._download(tenant), self._service.folder(tenant, path) as folder:
+        async with self._download(tenant), self._service.folder(tenant, path, file) as (folder, _):
             return await _send(request, pieces(folder / file, _PIECE_BYTES), (folder / file).stat().st_size)
 
 
@@ -608,6 +607,8 @@ def _refusal(error: Exception) -> RequestError:
             return RequestError(503, str(error))
         case web.HTTPRequestEntityTooLarge():
             return RequestError(413, f"{error.text}; send fewer or smaller data in one request")
+        case CheckpointError():
+            return RequestError(500, str(error))
         case ConnectionError():
             return RequestError(499, f"the client closed the connection: {error}")
     # Only the log has the details, because they may be another tenant's.
@@ -657,7 +658,7 @@ def _checkpoint(checkpoint: Checkpoint | None) -> dict[str, Any] | None:
         "checkpoint_type": _TYPES[checkpoint.kind],
         "time": _time(checkpoint.created),
         "tinker_path": checkpoint.path,
-        "size_bytes": checkpoint.size,
+        "size_bytes": checkpoint.files.size,
         "public": checkpoint.public,
         "user_metadata": checkpoint.metadata,
         "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),

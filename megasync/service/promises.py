@@ -53,7 +53,7 @@ FILE = "service.db"
 MARK_FILE = "service.mark"
 # Identifies the file among SQLite files: "mgsv".
 APPLICATION_ID = 0x6D677376
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = """
 CREATE TABLE records (kind TEXT, id TEXT, data BLOB NOT NULL, PRIMARY KEY (kind, id)) WITHOUT ROWID;
 CREATE TABLE promises (

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from megasync.concurrency.first_use import prepared
 from megasync.service.interfaces import AdapterSpec
+from megasync.service.saved_files import Files
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
@@ -55,15 +56,15 @@ class Model:
     spec: AdapterSpec
     metadata: Mapping[str, Any] | None = None
     next: int = 0
-    # The folder of the last durable state, relative to the run's, empty for fresh adapters; and its bytes.
+    # The folder of the last durable state, relative to the run's, empty for fresh adapters; and its files.
     state: str = ""
-    state_bytes: int = 0
+    state_files: Files = field(default_factory=Files)
     steps: int = 0
     # Passes whose gradients are lost for good, until the next optimizer step has failed for it.
     lost: str = ""
     # The newest adapter of inflight samplers.
     inflight: str = ""
-    inflight_bytes: int = 0
+    inflight_files: Files = field(default_factory=Files)
     # Why it accepts nothing anymore; empty while it lives.
     ended: str = ""
     last_request: float = 0.0
@@ -82,9 +83,9 @@ class Sampler:
     path: str | None = None
     # The model that it follows.
     inflight: str | None = None
-    # The adapter of a snapshot, which this sampler alone has, and its bytes.
+    # The adapter of a snapshot, which this sampler alone has, and its files.
     adapter: str = ""
-    adapter_bytes: int = 0
+    adapter_files: Files = field(default_factory=Files)
     # Clients that have joined it.
     joined: int = 0
     # Why it accepts nothing anymore; empty while it lives.
@@ -104,7 +105,7 @@ class Checkpoint:
     created: float
     spec: AdapterSpec
     adapter: str
-    size: int
+    files: Files
     metadata: Mapping[str, str] | None = None
     expires: float | None = None
     public: bool = False

@@ -32,6 +32,7 @@ from megasync.service.limits import Limits
 from megasync.service.promises import Change, Promise, Promises, drop_record, first_of, put_record
 from megasync.service.records import Model, Sampler, Session
 from megasync.service.requests import Failed, Gone, Outcome, Sample, ServiceClosed, Unknown
+from megasync.service.saved_files import Files, check_files
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class _Adapter:
     offer: asyncio.Task[None] | None = None
     users: int = 0
     dropped: bool = False
+    # Its files that are as they were recorded.
+    checked: set[str] = field(default_factory=set[str])
 
 
 class Adapters:
@@ -58,15 +61,26 @@ class Adapters:
         self._known: dict[str, _Adapter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def offer(self, name: str) -> asyncio.Task[None]:
-        """Begins to offer an adapter, once for all who ask."""
+    def offer(self, name: str, files: Files) -> asyncio.Task[None]:
+        """Begins to offer an adapter, once for all who ask. Fails with CheckpointError for others than its files."""
         adapter = self._known.setdefault(name, _Adapter(name))
         if adapter.offer is None or (adapter.offer.done() and not _succeeded(adapter.offer)):
-            adapter.offer = asyncio.create_task(
-                self._servers.offer(name, self._run / folder_of(name)), name=f"offer {name}"
-            )
+            adapter.offer = asyncio.create_task(self._offer(name, files), name=f"offer {name}")
             adapter.offer.add_done_callback(_succeeded)
         return adapter.offer
+
+    async def _offer(self, name: str, files: Files) -> None:
+        await self.check(name, files)
+        await self._servers.offer(name, self._run / folder_of(name))
+
+    async def check(self, name: str, files: Files, file: str | None = None) -> None:
+        """Raises CheckpointError unless an adapter's files, or one of them, are the recorded ones. Reads each once."""
+        adapter = self._known.setdefault(name, _Adapter(name))
+        wanted = {*files.described} if file is None else {file}
+        if rest := wanted - adapter.checked:
+            unread = Files({each: files.described[each] for each in rest})
+            await asyncio.to_thread(check_files, self._run / folder_of(name), unread, files.described)
+            adapter.checked |= rest
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncGenerator[None]:
@@ -197,7 +211,7 @@ class Samplers:
             return
         sampler.ended = reason
         self._snapshots.get(sampler.tenant, OrderedDict[str, Sampler]()).pop(sampler.id, None)
-        adapter, sampler.adapter, sampler.adapter_bytes = sampler.adapter, "", 0
+        adapter, sampler.adapter, sampler.adapter_files = sampler.adapter, "", Files()
         self._promises.record(
             put_record("sampler", sampler.id, sampler),
             then=lambda: self._adapters.drop(adapter) if adapter else None,
@@ -214,7 +228,7 @@ class Samplers:
         return self._records.get(name)
 
     def bytes_of(self, tenant: str) -> int:
-        return sum(each.adapter_bytes for each in self._snapshots.get(tenant, {}).values())
+        return sum(each.adapter_files.size for each in self._snapshots.get(tenant, {}).values())
 
     def snapshots_of(self, tenant: str) -> int:
         return len(self._snapshots.get(tenant, ()))
@@ -315,10 +329,10 @@ class Samplers:
         taken = [""]
 
         async def newest() -> str:
-            name = self._adapter(tenant, request)
+            name, files = self._adapter(tenant, request)
             if name != taken[-1]:
                 await used.enter_async_context(self._adapters.using(name))
-                await asyncio.shield(self._adapters.offer(name))
+                await asyncio.shield(self._adapters.offer(name, files))
                 taken.append(name)
             return name
 
@@ -331,24 +345,26 @@ class Samplers:
         follows = request.sampler is not None and self.find(tenant, request.sampler).inflight is not None
         return await self._servers.sample(request.sampling, await newest(), newest_or_last if follows else None)
 
-    def _adapter(self, tenant: str, request: Sample) -> str:
-        """The name of the adapter to sample with. Raises DataError if there is none."""
+    def _adapter(self, tenant: str, request: Sample) -> tuple[str, Files]:
+        """The name and the files of the adapter to sample with. Raises DataError if there is none."""
         if request.path is not None:
-            return self._checkpoints.find(tenant, request.path).adapter
+            checkpoint = self._checkpoints.find(tenant, request.path)
+            return checkpoint.adapter, checkpoint.files
         if request.sampler is None:
-            return ""
+            return "", Files()
         sampler = self.living(tenant, request.sampler)
         self._used[tenant].move_to_end(sampler.id)
         if sampler.inflight is not None:
             model = self._models.get(sampler.inflight)
             if model is None or not model.inflight:
                 raise Gone(f"the model {sampler.inflight} that sampler {sampler.id} follows is gone")
-            return model.inflight
+            return model.inflight, model.inflight_files
         if sampler.path is not None:
-            return self._checkpoints.find(tenant, sampler.path).adapter
+            checkpoint = self._checkpoints.find(tenant, sampler.path)
+            return checkpoint.adapter, checkpoint.files
         if sampler.adapter:
             self._snapshots[tenant].move_to_end(sampler.id)
-        return sampler.adapter
+        return sampler.adapter, sampler.adapter_files
 
 
 def _client_of(promise: Promise) -> tuple[str, int]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from megasync.base.files import fsync, new_folder, remove_tree
 from megasync.layout.adapter import OPTIMIZER
 from megasync.service import interfaces
-from megasync.service.checkpoints import size_of
 from megasync.service.promises import Promises
+from megasync.service.saved_files import Files, check_files, read_files
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +35,25 @@ class Saves:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(
-        self, model: str, folder: str, optimizer: bool, source: str, ended: Callable[[int | Exception], None]
+        self,
+        model: str,
+        folder: str,
+        optimizer: bool,
+        source: tuple[str, Files] | None,
+        ended: Callable[[Files | Exception], None],
     ) -> None:
-        """Returns once a state is copied. Calls ``ended`` with the bytes of its folder, or why it was not written.
+        """Returns once a state is copied. Calls ``ended`` with the files of its folder, or why it was not written.
 
-        The files are those of the folder ``source``, which stays until then; if it is empty, they come from the ranks.
-        Raises what the ranks raise.
+        They are the recorded files of the folder ``source``, which stays until then; without one, they come from the
+        ranks. Raises what the ranks raise.
         """
         await self._room.acquire()
-        write: interfaces.WriteState
+        write: Callable[[Path], Awaitable[Files]]
         try:
-            if source:
-                write = partial(asyncio.to_thread, partial(_link, self._run / source, optimizer))
+            if source is not None:
+                write = partial(asyncio.to_thread, partial(_link, self._run / source[0], source[1], optimizer))
             else:
-                write = await self._trainer.copy_state(model, optimizer)
+                write = partial(_written, await self._trainer.copy_state(model, optimizer))
         except BaseException:
             self._room.release()
             raise
@@ -62,13 +67,12 @@ class Saves:
             await asyncio.wait(self._tasks)
 
     async def _finish(
-        self, folder: Path, write: interfaces.WriteState, ended: Callable[[int | Exception], None]
+        self, folder: Path, write: Callable[[Path], Awaitable[Files]], ended: Callable[[Files | Exception], None]
     ) -> None:
-        result: int | Exception
+        result: Files | Exception
         try:
             await asyncio.to_thread(self._prepare, folder)
-            await write(folder)
-            result = await asyncio.to_thread(size_of, folder)
+            result = await write(folder)
         except Exception as error:  # noqa: BLE001 - a full disk has several: whatever it is, nothing was written
             log.warning("Folder %s was not written: %s", folder, error)
             result = error
@@ -86,13 +90,23 @@ class Saves:
             remove_tree(folder)
 
 
-def _link(source: Path, optimizer: bool, folder: Path) -> None:
-    """Makes a folder of another one's files, which never change, without the optimizer's unless it is asked for."""
+async def _written(write: interfaces.WriteState, folder: Path) -> Files:
+    await write(folder)
+    return await asyncio.to_thread(read_files, folder)
+
+
+def _link(source: Path, files: Files, optimizer: bool, folder: Path) -> Files:
+    """Makes a folder of another one's files, which never change, without the optimizer's unless it is asked for.
+
+    Raises CheckpointError, and makes none, if they are not the recorded ones.
+    """
+    taken = files if optimizer else files.without(OPTIMIZER)
+    check_files(source, taken, others=files.described)
     with new_folder(folder) as draft:
-        for file in source.iterdir():
-            if optimizer or file.name != OPTIMIZER:
-                try:
-                    (draft / file.name).hardlink_to(file)
-                except OSError:
-                    # Some file systems have no such links.
-                    shutil.copyfile(file, draft / file.name)
+        for name in taken.described:
+            try:
+                (draft / name).hardlink_to(source / name)
+            except OSError:
+                # Some file systems have no such links.
+                shutil.copyfile(source / name, draft / name)
+    return taken

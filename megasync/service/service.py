@@ -57,6 +57,7 @@ from megasync.service.requests import (
     UnloadModel,
 )
 from megasync.service.samplers import Adapters, Samplers
+from megasync.service.saved_files import Files
 from megasync.service.sessions import Sessions, read_sessions
 from megasync.service.status import ModelStatus, Rate, Status, TenantStatus
 from megasync.service.training import RESTART_SECONDS, Training, model_id, sampler_id
@@ -332,11 +333,15 @@ class Service:
         await self._checkpoints.publish(tenant, path, public)
 
     @asynccontextmanager
-    async def folder(self, tenant: str, path: str) -> AsyncGenerator[Path]:
-        """Gives the folder of a checkpoint, which stays until the end of the block."""
+    async def folder(self, tenant: str, path: str, file: str | None = None) -> AsyncGenerator[tuple[Path, Files]]:
+        """Gives the folder and the files of a checkpoint, which stay until the end of the block.
+
+        Raises CheckpointError unless all, or ``file`` alone, are as they were saved.
+        """
         found = self._checkpoints.find(tenant, path)
         async with self._adapters.using(found.adapter):
-            yield self._checkpoints.folder(found)
+            await self._adapters.check(found.adapter, found.files, file)
+            yield self._checkpoints.folder(found), found.files
 
     # What is past its time, and the view
 

@@ -39,6 +39,7 @@ from pathlib import Path
 
 from megasync.concurrency.tasks import Backoff
 from megasync.errors import CheckpointError, DataError, ProcessLost
+from megasync.layout.adapter import OPTIMIZER
 from megasync.service import interfaces
 from megasync.service.checkpoints import (
     STATES,
@@ -74,6 +75,7 @@ from megasync.service.requests import (
     Updated,
 )
 from megasync.service.samplers import Adapters, Samplers
+from megasync.service.saved_files import Files, check_files
 from megasync.service.saves import Saves
 from megasync.service.scheduler import FairTurns
 
@@ -253,7 +255,7 @@ class Training:
         """Ends the inflight samplers of a model."""
         record = self._models[name].record
         if record.inflight:
-            adapter, record.inflight, record.inflight_bytes = record.inflight, "", 0
+            adapter, record.inflight, record.inflight_files = record.inflight, "", Files()
             self._promises.record(put_record("model", name, record), then=lambda: self._adapters.drop(adapter))
 
     def end(self, name: str, reason: str) -> None:
@@ -288,14 +290,15 @@ class Training:
             log.warning("The state of model %s is lost: there is no folder %s", name, record.state)
             return True
         adapter, written = adapter_of(name, last), asyncio.get_running_loop().create_future()
-        await self.saves.begin(name, folder_of(adapter), True, record.state, written.set_result)
-        size: int | Exception = await asyncio.shield(written)
-        if isinstance(size, Exception):
+        source = record.state, record.state_files
+        await self.saves.begin(name, folder_of(adapter), True, source, written.set_result)
+        files: Files | Exception = await asyncio.shield(written)
+        if isinstance(files, Exception):
             return False
         expires = (now := self._clock()) + self._limits.silent_kept_seconds
         path = path_of(name, "weights", called := f"silent-{last}")
         checkpoint = Checkpoint(
-            path, record.tenant, name, "weights", called, now, record.spec, adapter, size, None, expires
+            path, record.tenant, name, "weights", called, now, record.spec, adapter, files, None, expires
         )
         self._checkpoints.add(checkpoint)
         self._promises.record(put_record("checkpoint", path, checkpoint))
@@ -451,6 +454,7 @@ class Training:
             f"the model cannot be brought back from {state}: {cause}; the request had no effect: repeat it, or load a "
             f"checkpoint into the model first if that does not help"
         )
+        log.warning("Model %s: %s", model.record.id, message)
         self._finish(turn, Failed(message, "server"))
 
     async def _restart(self, error: BaseException) -> None:
@@ -491,7 +495,9 @@ class Training:
         loading = True
         try:
             if record.state:
-                await self._trainer.load(record.id, record.spec, self._run / record.state, True)
+                folder = self._run / record.state
+                await asyncio.to_thread(check_files, folder, record.state_files)
+                await self._trainer.load(record.id, record.spec, folder, True)
             else:
                 await self._trainer.create(record.id, record.spec)
             loading = False
@@ -635,8 +641,11 @@ class Training:
                 f"weights that save_state wrote"
             )
         async with self._adapters.using(checkpoint.adapter):
-            folder = self._run / folder_of(checkpoint.adapter)
+            folder, files = self._run / folder_of(checkpoint.adapter), checkpoint.files
             try:
+                # Whatever is wrong with the optimizer's state alone is no reason to refuse the adapters.
+                needed = files if request.optimizer else files.without(OPTIMIZER)
+                await asyncio.to_thread(check_files, folder, needed, files.described)
                 await self._trainer.load(record.id, record.spec, folder, request.optimizer)
             except (OSError, CheckpointError) as error:
                 self._finish(turn, Failed(f"{request.path} cannot be loaded: {error}", "server"))
@@ -655,8 +664,8 @@ class Training:
         record = turn.model.record
         state = state_folder(record.id, turn.promise.seq)
 
-        def saved(size: int) -> None:
-            record.state, record.state_bytes = state, size
+        def saved(files: Files) -> None:
+            record.state, record.state_files = state, files
             durable()
 
         def failed(error: Exception) -> None:
@@ -671,7 +680,7 @@ class Training:
             else:
                 self._finish(turn, Failed(f"{message} once there is room", "server"))
 
-        await self._save_behind(turn, state, True, "", saved, failed)
+        await self._save_behind(turn, state, True, None, saved, failed)
 
     def _removal(self, model: ModelQueue) -> Callable[[], None]:
         """Removes the states before the present one."""
@@ -703,7 +712,7 @@ class Training:
         if not overwrite and self._checkpoints.named(path) is not None:
             raise DataError(f"{path} exists; choose another name, delete it, or save with overwrite=True")
 
-        def saved(size: int) -> None:
+        def saved(files: Files) -> None:
             checkpoint = Checkpoint(
                 path=path,
                 tenant=record.tenant,
@@ -713,7 +722,7 @@ class Training:
                 created=now,
                 spec=record.spec,
                 adapter=adapter_of(record.id, turn.promise.seq),
-                size=size,
+                files=files,
                 metadata=metadata,
                 expires=None if ttl is None else now + ttl,
             )
@@ -740,7 +749,7 @@ class Training:
         if self._samplers.named(sampler.id) is not None:
             raise DataError(exists)
 
-        def saved(size: int) -> None:
+        def saved(files: Files) -> None:
             adapter, before = adapter_of(record.id, seq), ""
             # Another model may have made it meanwhile, or the session may have ended.
             gone = f"model {record.id} is gone: {record.ended}" if record.ended else ""
@@ -749,10 +758,10 @@ class Training:
                 return
             if request.inflight:
                 sampler.inflight = record.id
-                before, record.inflight, record.inflight_bytes = record.inflight, adapter, size
+                before, record.inflight, record.inflight_files = record.inflight, adapter, files
             else:
-                sampler.adapter, sampler.adapter_bytes = adapter, size
-            self._adapters.offer(adapter)
+                sampler.adapter, sampler.adapter_files = adapter, files
+            self._adapters.offer(adapter, files)
             self._samplers.add(sampler)
             self._finish(
                 turn,
@@ -763,8 +772,8 @@ class Training:
 
         await self._save_adapter(turn, False, saved)
 
-    async def _save_adapter(self, turn: _Turn, optimizer: bool, saved: Callable[[int], None]) -> None:
-        """Has the adapters saved in the folder of the request. Calls ``saved`` with its bytes, or the request fails."""
+    async def _save_adapter(self, turn: _Turn, optimizer: bool, saved: Callable[[Files], None]) -> None:
+        """Has the adapters saved in the folder of the request. Calls ``saved`` with its files, or the request fails."""
         record = turn.model.record
         used = (
             self.bytes_of(record.tenant)
@@ -783,19 +792,21 @@ class Training:
             )
 
         def failed(error: Exception) -> None:
-            message = f"the checkpoint cannot be written: {error}; repeat the request once there is room"
+            until = "then" if isinstance(error, CheckpointError) else "once there is room"
+            message = f"the checkpoint cannot be written: {error}; repeat the request {until}"
             self._finish(turn, Failed(message, "server"))
 
         folder = folder_of(adapter_of(record.id, turn.promise.seq))
-        await self._save_behind(turn, folder, optimizer, record.state, saved, failed)
+        source = (record.state, record.state_files) if record.state else None
+        await self._save_behind(turn, folder, optimizer, source, saved, failed)
 
     async def _save_behind(
         self,
         turn: _Turn,
         folder: str,
         optimizer: bool,
-        source: str,
-        saved: Callable[[int], None],
+        source: tuple[str, Files] | None,
+        saved: Callable[[Files], None],
         failed: Callable[[Exception], None],
     ) -> None:
         """Takes a model's state from the folder ``source``, or else the ranks, and begins to write it.
@@ -804,7 +815,7 @@ class Training:
         """
         model = turn.model
 
-        def ended(result: int | Exception) -> None:
+        def ended(result: Files | Exception) -> None:
             # Nothing is awaited here, so all that changes is recorded together.
             if isinstance(result, Exception):
                 failed(result)
@@ -829,7 +840,7 @@ class Training:
 
     def bytes_of(self, tenant: str) -> int:
         """The bytes of the states of a tenant's models, and of their inflight adapters."""
-        return sum(model.record.state_bytes + model.record.inflight_bytes for model in self.living(tenant))
+        return sum(model.record.state_files.size + model.record.inflight_files.size for model in self.living(tenant))
 
     # Outcomes
 

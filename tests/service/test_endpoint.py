@@ -465,22 +465,34 @@ async def test_samples_are_protobuf_or_json_and_say_which_version_each_token_has
     assert [each.tokens for each in decoded.sequences] == [each["tokens"] for each in plain["sequences"]]
 
 
-async def test_a_checkpoint_is_downloaded_as_an_archive(rig, tmp_path, monkeypatch):
+async def test_a_checkpoint_is_downloaded_as_an_archive(rig, monkeypatch):
     model = await model_of(rig, await session_of(rig))
-    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
-    status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive")
-    assert status == 200
-    with tarfile.open(fileobj=io.BytesIO(body)) as archive:
-        assert json.load(archive.extractfile("state.json")).keys() == {"w", "m"}
-    (folder,) = (tmp_path / "checkpoints").glob("*/1")
-    for size in (0, 1, 511, 512, 513, 1024):
-        (folder / "other").write_bytes(bytes(range(256)) * 4 if size == 1024 else b"x" * size)
-        monkeypatch.setattr(module, "_PIECE_BYTES", 100)
-        status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive")
+    monkeypatch.setattr(module, "_PIECE_BYTES", 100)
+    for seq, size in enumerate((0, 1, 511, 512, 513, 1024), 1):
+        content = bytes(range(256)) * 4 if size == 1024 else b"x" * size
+        rig.trainer.beside = {"other": content}
+        await rig.outcome("save_weights", {"model_id": model, "seq_id": seq, "path": f"w{seq}"})
+        status, body = await rig.ask(f"training_runs/{model}/checkpoints/weights/w{seq}/archive")
         assert status == 200
         with tarfile.open(fileobj=io.BytesIO(body)) as archive:
             assert archive.getnames() == ["other", "state.json"]
-            assert archive.extractfile("other").read() == (folder / "other").read_bytes()
+            assert archive.extractfile("other").read() == content
+            assert json.load(archive.extractfile("state.json")).keys() == {"w", "m"}
+
+
+async def test_files_that_are_not_those_that_were_saved_are_not_downloaded(rig, tmp_path):
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    (file,) = (tmp_path / "checkpoints").glob("*/1/state.json")
+    saved = file.read_bytes()
+    file.write_bytes(saved.swapcase())
+    checkpoint = f"training_runs/{model}/checkpoints/weights/w"
+    (address,) = (await rig.ask(f"{checkpoint}/external_weights_urls"))[1]["urls"].values()
+    for path in (f"{checkpoint}/archive", address.removeprefix(f"{rig.endpoint.url}/api/v1/")):
+        status, answer = await rig.ask(path)
+        assert status == 500 and "state.json is not the file that the service wrote there" in answer["detail"]
+    file.write_bytes(saved)
+    assert (await rig.ask(f"{checkpoint}/archive"))[0] == 200
 
 
 async def test_a_download_is_sent_once_and_what_follows_it_is_the_next_answer(rig, caplog):
@@ -512,9 +524,9 @@ async def test_addresses_of_files_need_that_of_the_service(rig, host):
 
 async def test_a_client_that_takes_nothing_loses_its_download_and_the_folder_goes(rig, tmp_path, monkeypatch):
     model = await model_of(rig, await session_of(rig))
+    rig.trainer.beside = {"large": bytes(2**25)}
     await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
     (folder,) = (tmp_path / "checkpoints").glob("*/1")
-    (folder / "large").write_bytes(bytes(2**25))
     monkeypatch.setattr(module, "_STALL_SECONDS", 0.1)
     host, port = rig.endpoint.url.removeprefix("http://").split(":")
     path = f"training_runs/{model}/checkpoints/weights/w"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from service_fakes import SERVED, FakeServers, FakeTrainer, batch, compute, create, save, snapshot, step
 
-from megasync.errors import DataError, LedgerError, RankLost
+from megasync.errors import CheckpointError, DataError, LedgerError, RankLost
 from megasync.layout.adapter import OPTIMIZER
 from megasync.service import promises as promises_module
 from megasync.service import saves as saves_module
@@ -40,6 +40,7 @@ from megasync.service.requests import (
     UnloadModel,
     Updated,
 )
+from megasync.service.saved_files import check_files, read_files
 from megasync.service.service import Service
 
 SECONDS = 60
@@ -455,6 +456,131 @@ async def test_a_damaged_checkpoint_is_not_loaded_and_nobody_restarts(rig):
         assert service.status().restarts == 0
 
 
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def exchange_files(one: Path, other: Path) -> None:
+    exchange(one / "state.json", other / "state.json")
+
+
+def link(one: Path, other: Path) -> None:
+    """Applied twice it is undone, as an exchange is."""
+    file, kept = one / "state.json", one.parents[2] / f"kept {one.parent.name} {one.name}"
+    if kept.exists():
+        kept.replace(file)
+    else:
+        file.rename(kept)
+        file.symlink_to(other / "state.json")
+
+
+async def two_models(service: Service) -> list[str]:
+    """Models of one shape, each with a checkpoint, a snapshot, an inflight sampler, and a step after these."""
+    models = [await new_model(service, seed=seed) for seed in (1, 2)]
+    for model in models:
+        await ask(service, step(model, 1))
+        await ask(service, save(model, 2, "x"))
+        for number, inflight in enumerate((False, True)):
+            await ask(service, snapshot(model, 3 + number, number, inflight))
+        await ask(service, step(model, 5))
+    return models
+
+
+def of_requests(rig: Rig, kind: str, models: Sequence[str], number: int) -> list[Path]:
+    """The folders that this request of each model made."""
+    return [rig.folder / kind / model.replace(":", "-") / str(number) for model in models]
+
+
+@pytest.mark.parametrize("exchanged", [exchange, exchange_files, link])
+async def test_a_state_that_is_another_models_is_refused_and_stays(rig, exchanged):
+    async with rig.open() as service:
+        models = await two_models(service)
+    states = of_requests(rig, "states", models, 5)
+    exchanged(*states)
+    harmed = [(state / "state.json").read_text() for state in states]
+    wrong = models[:1] if exchanged is link else models
+    async with rig.open() as service:
+        for model in wrong:
+            for request in (compute(model, 6), step(model, 7), save(model, 8, "y")):
+                failed = await ask(service, request)
+                assert isinstance(failed, Failed) and failed.category == "server"
+                assert "/5/state.json is not the file that the service wrote there" in failed.message
+        await fall_silent(rig, service)
+        assert [session.ended for session in service.sessions("a")].count("") == len(wrong)
+        assert service.status().restarts == 0
+    assert [(state / "state.json").read_text() for state in states[: len(wrong)]] == harmed[: len(wrong)]
+    exchanged(*states)
+    async with rig.open() as service:
+        for model in wrong:
+            assert isinstance(await ask(service, step(model, 9)), Updated)
+
+
+async def test_an_older_state_of_a_model_is_refused_and_stays(rig):
+    async with rig.open() as service:
+        model = await new_model(service)
+        await ask(service, step(model, 1))
+        older = next((rig.folder / "states").rglob("state.json")).read_text()
+        await ask(service, step(model, 2))
+    (file,) = (rig.folder / "states").rglob("state.json")
+    newer = file.read_text()
+    file.write_text(older)
+    async with rig.open() as service:
+        failed = await ask(service, step(model, 3))
+        assert isinstance(failed, Failed) and "an older one" in failed.message
+        assert file.read_text() == older
+        file.write_text(newer)
+        assert isinstance(await ask(service, step(model, 4)), Updated)
+
+
+@pytest.mark.parametrize("exchanged", [exchange, exchange_files, link])
+async def test_what_was_saved_of_another_model_is_neither_loaded_sampled_nor_given_out(rig, exchanged):
+    async with rig.open() as service:
+        models = await two_models(service)
+    saved = [of_requests(rig, "checkpoints", models, number) for number in (2, 3, 4)]
+    for folders in saved:
+        exchanged(*folders)
+    (model, _), refused = models, "/state.json is not the file that the service wrote there"
+    path, samplers = f"tinker://{model}/weights/x", [f"{model.partition(':')[0]}:sample:{number}" for number in (0, 1)]
+    async with rig.open() as service:
+        failed = [await ask(service, LoadWeights(path, True, model, 6)), await ask(service, sample(path=path))]
+        failed += [await ask(service, sample(sampler, 0)) for sampler in samplers]
+        for each in failed:
+            assert isinstance(each, Failed) and refused in each.message
+        for file in (None, "state.json"):
+            with pytest.raises(CheckpointError, match=refused):
+                async with service.folder("a", path, file):
+                    pass
+        assert not rig.servers.offered
+        for folders in saved:
+            exchanged(*folders)
+        assert await ask(service, LoadWeights(path, True, model, 7)) == ModelReady(model, path)
+        for sampler in samplers:
+            assert isinstance(await ask(service, sample(sampler, 1)), Samples)
+        async with service.folder("a", path) as (folder, files):
+            assert folder == saved[0][0] and [*files.described] == ["state.json"]
+
+
+def test_files_are_compared_one_by_one(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(name)
+    files = read_files(tmp_path)
+    assert files.size == 6
+    (tmp_path / ".nfs01").touch()
+    check_files(tmp_path, files)
+    (tmp_path / "two").write_text("own")
+    check_files(tmp_path, files.without("two"), others=["two"])
+    with pytest.raises(CheckpointError, match=r"/two is not the file"):
+        check_files(tmp_path, files)
+    with pytest.raises(CheckpointError, match=r"/two was not written by the service"):
+        check_files(tmp_path, files.without("two"))
+    (tmp_path / "two").unlink()
+    with pytest.raises(CheckpointError, match=r"/two is missing"):
+        check_files(tmp_path, files)
+
+
 async def test_names_are_taken_once_unless_overwritten(rig):
     async with rig.open() as service:
         model = await new_model(service)
@@ -546,6 +672,7 @@ async def test_a_service_that_closes_ends_the_saves_that_it_began(rig):
 
 
 async def test_what_is_saved_after_a_step_is_its_state_and_asks_nothing_of_the_ranks(rig, monkeypatch):
+    rig.trainer.beside = {OPTIMIZER: b"moments"}
     async with rig.open() as service:
         model = await new_model(service)
         updated = await ask(service, step(model, 1))
@@ -553,8 +680,6 @@ async def test_what_is_saved_after_a_step_is_its_state_and_asks_nothing_of_the_r
         service._training.evict(model)
         while service._training.find(model).resident:
             await asyncio.sleep(0)
-        (state,) = (rig.folder / "states").glob("*/1")
-        (state / OPTIMIZER).touch()
         calls = len(rig.trainer.calls)
         saved = [await ask(service, save(model, 2, "x")), await ask(service, snapshot(model, 3, 0))]
         monkeypatch.setattr(Path, "hardlink_to", failing)

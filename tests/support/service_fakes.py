@@ -32,7 +32,7 @@ SERVED = ServedModel("tiny", context=64, vocab=100, rank=8)
 class FakeTrainer:
     """Weights, gradient and moment of a model are numbers. ``before`` and ``after`` each call may raise.
 
-    ``writing`` is awaited before a state is written.
+    ``writing`` is awaited before a state is written, which has the files ``beside`` its numbers.
 
     After a RankLost nothing works until the ranks are restarted, without any model.
     """
@@ -43,6 +43,7 @@ class FakeTrainer:
         self.before: Callable[[str], None] = lambda call: None
         self.after: Callable[[str], None] = lambda call: None
         self.writing: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        self.beside: dict[str, bytes] = {}
         self.lost = False
 
     async def create(self, model: str, spec: AdapterSpec) -> None:
@@ -94,6 +95,8 @@ class FakeTrainer:
         await self.writing()
         with new_folder(folder) as draft:
             (draft / "state.json").write_text(json.dumps(kept))
+            for name, content in self.beside.items():
+                (draft / name).write_bytes(content)
 
     async def load(self, model: str, spec: AdapterSpec, folder: Path, optimizer: bool) -> None:
         self._begin("load", model)
