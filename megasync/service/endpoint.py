@@ -24,6 +24,7 @@ An outcome that failed is answered with 200, `error` and `category`: the client 
     any request                others of its tenant         the next round of the event loop
     the body of a request      the client                   its last byte; a deadline
     a large request            others of its tenant         the answer to one of them
+    a large body or outcome    one that is coded            the end of that, in turns of tenants by the time it took
     a download                 others of its tenant         the end of one of them
     a piece of a download      the client                   room in its socket; a deadline
     an idle connection         a request                    the request; `_IDLE_SECONDS`
@@ -62,7 +63,7 @@ from megasync.service.interfaces import PassResult, Samples
 from megasync.service.methods import REFUSED
 from megasync.service.records import Checkpoint, Model
 from megasync.service.requests import Busy, Gone, Outcome, Request, ServiceClosed, Unknown
-from megasync.service.scheduler import Rounds
+from megasync.service.scheduler import FairThread, Rounds
 from megasync.service.service import Service
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ _DOWNLOADS = 8
 _MIB = 1024**2
 # A body that is larger is decoded in a thread, so that others are answered meanwhile.
 _THREAD_BYTES = 1 << 16
+# An outcome with more numbers is encoded in a thread.
+_THREAD_NUMBERS = 1 << 14
 # Requests of a tenant that are begun or answered before it is the others' turn, of about half a millisecond each.
 _TOGETHER = 16
 # Bytes of a body that has no tokens.
@@ -141,8 +144,8 @@ class Endpoint:
         self._tls = tls
         # Signs addresses of files. A new service has a new one.
         self._secret = secrets.token_bytes(32)
-        # Decoded, a body may take 30 times its size, so only one large one is at a time.
-        self._decoding = asyncio.Lock()
+        # Decoded, a body may take 30 times its size, so only one large one is decoded or encoded at a time.
+        self._coding = FairThread()
         self._large_requests: dict[str, asyncio.Semaphore] = {}
         self._downloads: dict[str, asyncio.Semaphore] = {}
         self._rounds = Rounds(_TOGETHER)
@@ -224,7 +227,7 @@ class Endpoint:
             handler, names = self._find(request.method, path)
             await self._rounds.turn(tenant)
             async with self._turn(tenant, request):
-                call = _Call(tenant, request, names, await self._body(request))
+                call = _Call(tenant, request, names, await self._body(tenant, request))
                 try:
                     return await handler(call)
                 except wire.Numbered as refused:
@@ -246,22 +249,20 @@ class Endpoint:
             return nullcontext()
         return self._large_requests.setdefault(tenant, asyncio.Semaphore(_LARGE_REQUESTS))
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
+    async def _body(self, tenant: str, request: web.BaseRequest) -> bytes:
         body = await read_body(request)
         encoding = request.headers.get("Content-Encoding", "identity").lower()
         if encoding == "zstd":
             # A short body may be a long one.
-            async with self._decoding:
-                return await asyncio.to_thread(wire.unzip, body, request.client_max_size)
+            return await self._coding.run(tenant, wire.unzip, body, request.client_max_size)
         if encoding != "identity":
             raise DataError(f"Content-Encoding {encoding!r} is not supported; send zstd, or no compression")
         return body
 
-    async def _decoded(self, decode: Callable[[bytes, int], Decoded], body: bytes) -> Decoded:
-        if len(body) <= _THREAD_BYTES:
-            return decode(body, self._limit)
-        async with self._decoding:
-            return await asyncio.to_thread(decode, body, self._limit)
+    async def _decoded(self, decode: Callable[[bytes, int], Decoded], call: _Call) -> Decoded:
+        if len(call.body) <= _THREAD_BYTES:
+            return decode(call.body, self._limit)
+        return await self._coding.run(call.tenant, decode, call.body, self._limit)
 
     def _find(self, method: str, path: str) -> tuple[_Handler, tuple[str, ...]]:
         if (handler := self._routes.get((method, path))) is not None:
@@ -369,7 +370,7 @@ class Endpoint:
         return await self._submit(call, wire.read_unload_model(call.body))
 
     async def _forward_backward(self, call: _Call) -> web.Response:
-        return await self._submit(call, await self._decoded(wire.read_compute, call.body))
+        return await self._submit(call, await self._decoded(wire.read_compute, call))
 
     async def _optim_step(self, call: _Call) -> web.Response:
         return await self._submit(call, wire.read_optim_step(call.body))
@@ -410,7 +411,7 @@ class Endpoint:
         return _json(found if sampler.path is None else found | {"model_path": sampler.path})
 
     async def _sample(self, call: _Call) -> web.Response:
-        request = await self._decoded(wire.read_sample, call.body)
+        request = await self._decoded(wire.read_sample, call)
         promise = await self._service.submit(call.tenant, request, call.key)
         sequences = [f"{promise}:{index}" for index in range(request.sampling.samples)]
         return _json({"request_id": promise, "sample_sequence_ids": sequences})
@@ -424,7 +425,19 @@ class Endpoint:
         await self._rounds.turn(call.tenant)
         if outcome is None:
             return _json({"type": "try_again", "request_id": promise, "queue_state": "active"}, 408)
-        return await _outcome(outcome, "protobuf" in call.request.headers.get("Accept", ""))
+        return await self._outcome(call.tenant, outcome, "protobuf" in call.request.headers.get("Accept", ""))
+
+    async def _outcome(self, tenant: str, outcome: Outcome, protobuf: bool) -> web.Response:
+        if not isinstance(outcome, PassResult | Samples):
+            return web.Response(body=wire.write_json(outcome), headers=_JSON)
+        write, headers = (wire.write_protobuf, dict(_PROTOBUF)) if protobuf else (wire.write_json, _JSON)
+        if protobuf and isinstance(outcome, Samples):
+            versions = json.dumps(wire.weight_versions(outcome), separators=(",", ":"))
+            if len(versions) <= _VERSIONS_BYTES:
+                headers[VERSIONS_HEADER] = versions
+        if wire.numbers_of(outcome) <= _THREAD_NUMBERS:
+            return web.Response(body=write(outcome), headers=headers)
+        return web.Response(body=await self._coding.run(tenant, write, outcome), headers=headers)
 
     async def _retrieve_many(self, call: _Call) -> web.Response:
         asked = wire.read(call.body, "FuturesRetrieveRequest")
@@ -562,19 +575,6 @@ async def _send(request: web.BaseRequest, parts: Iterator[bytes], size: int) -> 
         raise ConnectionResetError(f"a download of {size} bytes broke off: {error!r}") from error
     await response.write_eof()
     return response
-
-
-async def _outcome(outcome: Outcome, protobuf: bool) -> web.Response:
-    if not isinstance(outcome, PassResult | Samples):
-        return web.Response(body=wire.write_json(outcome), headers=_JSON)
-    if not protobuf:
-        return web.Response(body=await asyncio.to_thread(wire.write_json, outcome), headers=_JSON)
-    headers = dict(_PROTOBUF)
-    if isinstance(outcome, Samples):
-        versions = json.dumps(wire.weight_versions(outcome), separators=(",", ":"))
-        if len(versions) <= _VERSIONS_BYTES:
-            headers[VERSIONS_HEADER] = versions
-    return web.Response(body=wire.write_protobuf(outcome), headers=headers)
 
 
 def _encoded(keys: Mapping[str, str]) -> dict[str, bytes]:

@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+# Seconds that a call counts at least, so that many short ones are no gift.
+_LEAST_SECONDS = 1e-4
 
 
 class FairTurns:
@@ -36,6 +42,56 @@ class FairTurns:
     def forget(self, name: str) -> None:
         """Forgets a name that never comes again."""
         self._received.pop(name, None)
+
+
+class FairThread:
+    """Calls functions in a thread, one at a time; next comes the name whose calls have taken the least time so far."""
+
+    def __init__(self) -> None:
+        self._turns = FairTurns()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._busy = False
+
+    async def run(self, name: str, call: Callable[..., Result], *arguments: Any) -> Result:
+        """Returns what a function returns. Whoever stops to wait for one that runs does not let the next begin."""
+        loop = asyncio.get_running_loop()
+        await self._turn(name)
+        began = loop.time()
+
+        def ended(work: asyncio.Future[Result]) -> None:
+            self._turns.charge(name, max(loop.time() - began, _LEAST_SECONDS))
+            self._next()
+            if not work.cancelled():
+                # Whoever waited for it may be gone.
+                work.exception()
+
+        work = loop.run_in_executor(None, call, *arguments)
+        work.add_done_callback(ended)
+        return await asyncio.shield(work)
+
+    async def _turn(self, name: str) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(name, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._next()
+            raise
+
+    def _next(self) -> None:
+        self._busy = False
+        while self._waiting and not self._busy:
+            name = self._turns.next(self._waiting)
+            turn = self._waiting[name].popleft()
+            if not self._waiting[name]:
+                del self._waiting[name]
+            if not turn.done():
+                self._busy = True
+                turn.set_result(None)
 
 
 class Rounds:

@@ -571,6 +571,15 @@ def _targets(message: types.SampleRequest, limit: int) -> Ints | None:
 # Outcomes
 
 
+def numbers_of(outcome: PassResult | Samples) -> int:
+    """How many numbers an outcome has at each of its positions, in sum."""
+    if isinstance(outcome, PassResult):
+        return sum(array.size for outputs in outcome.outputs for array in outputs.values())
+    tops = [outcome.prompt_topk, *(sample.topk for sample in outcome.samples)]
+    arrays = [top.ids for top in tops if top is not None] + [sample.ids for sample in outcome.samples]
+    return sum(array.size for array in (*arrays, outcome.prompt_logprobs, outcome.target_logprobs) if array is not None)
+
+
 def write_protobuf(outcome: PassResult | Samples) -> bytes:
     """Encodes what clients read as protobuf: a `ForwardBackwardOutput` or a `SampleResponse`."""
     message = _pass_output(outcome) if isinstance(outcome, PassResult) else _sample_response(outcome)

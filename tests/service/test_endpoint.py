@@ -8,6 +8,7 @@ import json
 import random
 import socket
 import tarfile
+import threading
 
 import numpy as np
 import pytest
@@ -338,6 +339,31 @@ async def test_large_bodies_of_a_tenant_wait_unread_for_one_another(rig, monkeyp
     assert [(await answer).status for answer in asked] == [200] * 6 + [400]
     assert (await small)[0] == 200
     assert rig.trainer.calls.count(("compute", model)) == 1
+
+
+async def test_bodies_and_outcomes_that_are_coded_in_a_thread_take_turns_between_tenants(rig, monkeypatch):
+    monkeypatch.setattr(module, "_THREAD_NUMBERS", 2)
+    model = await model_of(rig, await session_of(rig))
+    promise = (await rig.ask("forward_backward", compute(model, 1)))[1]
+    assert (await rig.ask("retrieve_future", promise))[0] == 200
+    go_on, ended = threading.Event(), []
+    held = asyncio.create_task(rig.endpoint._coding.run("ann", go_on.wait, 60))
+    zipped = zstandard.compress(b"{}")
+
+    async def ask(path, body, key, **headers):
+        await rig.ask(path, body, key=KEYS[key], **headers)
+        ended.append(key)
+
+    many = [asyncio.create_task(ask("retrieve_future", promise, "ann")) for _ in range(20)]
+    many += [asyncio.create_task(ask("telemetry", zipped, "ann", Content_Encoding="zstd")) for _ in range(20)]
+    while sum(map(len, rig.endpoint._coding._waiting.values())) < 40:
+        await asyncio.sleep(0.001)
+    few = asyncio.create_task(ask("telemetry", zipped, "bob", Content_Encoding="zstd"))
+    while "bob" not in rig.endpoint._coding._waiting:
+        await asyncio.sleep(0.001)
+    go_on.set()
+    await asyncio.gather(held, few, *many)
+    assert ended.index("bob") < 10
 
 
 async def test_a_connection_without_a_request_ends(tmp_path, monkeypatch):

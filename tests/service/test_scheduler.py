@@ -1,11 +1,12 @@
 """Turns are fair by tokens among those who have work."""
 
 import asyncio
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megasync.service.scheduler import FairTurns, Rounds
+from megasync.service.scheduler import FairThread, FairTurns, Rounds
 
 COSTS = st.integers(1, 1000)
 
@@ -57,3 +58,28 @@ async def test_of_many_things_that_one_begins_another_waits_for_few():
     # Nothing is left to wait for.
     await begin("many")
     assert order[-1] == "many"
+
+
+async def test_in_a_thread_another_waits_for_few_of_many_and_for_those_that_nobody_waits_for():
+    thread, order, go_on, began = FairThread(), [], threading.Event(), threading.Event()
+
+    def hold():
+        began.set()
+        go_on.wait(60)
+        order.append("held")
+
+    held = asyncio.create_task(thread.run("many", hold))
+    many = [asyncio.create_task(thread.run("many", order.append, "many")) for _ in range(50)]
+    await asyncio.to_thread(began.wait, 60)
+    for task in (held, *many[10:20]):
+        task.cancel()
+    few = asyncio.create_task(thread.run("few", order.append, "few"))
+    await asyncio.wait([held])
+    # It runs all the same, so nothing else begins.
+    assert not order
+    go_on.set()
+    await few
+    assert order[:2] == ["held", "few"]
+    await asyncio.gather(*many, return_exceptions=True)
+    assert order.count("many") == 40
+    assert await thread.run("few", len, order) == 42
