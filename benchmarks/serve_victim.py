@@ -14,15 +14,14 @@ import argparse
 import asyncio
 import itertools
 import json
+import multiprocessing
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ KEYS = {"victim": "tml-victim-0123456789", "attacker": "tml-attacker-01234567"}
 CONTEXT, RANK, LARGE_RANK, STATE_BYTES = 4096, 8, 32, 1 << 25
 # Connections of an attacker that wait for answers, and those that it merely holds.
 BUSY, HELD = 64, 400
+# A step that takes so much longer than the measurement counts as this.
+STARVED_SECONDS = 60
 ZIPPED = {"Content-Encoding": "zstd"}
 SESSION = {"tags": [], "user_metadata": None, "sdk_version": "0"}
 
@@ -178,11 +179,11 @@ ATTACKS: dict[str, tuple[Callable[[Client], Awaitable[None]], int]] = {
 }
 
 
-async def attack(client: Client, name: str) -> None:
+async def attack(client: Client, name: str, link: Connection) -> None:
     os.nice(19)
     await client.begin(LARGE_RANK)
     await client.outcome("save_weights", client.numbered(path="w"))
-    print(flush=True)
+    link.send(0.0)
 
     async def repeat(once: Callable[[Client], Awaitable[None]]) -> None:
         while True:
@@ -193,80 +194,81 @@ async def attack(client: Client, name: str) -> None:
     await asyncio.gather(*(repeat(once) for _ in range(connections)))
 
 
-async def recipe(client: Client) -> None:
+async def recipe(client: Client, link: Connection) -> None:
     await client.begin(RANK)
     while True:
         began = time.perf_counter()
         await client.step()
-        print(time.perf_counter() - began, flush=True)
+        link.send(time.perf_counter() - began)
 
 
-async def as_client(url: str, name: str) -> None:
-    tenant = "attacker" if name in ATTACKS else "victim"
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers={"X-API-Key": KEYS[tenant]}) as http:
+async def play(name: str, url: str, link: Connection) -> None:
+    key = KEYS["attacker" if name in ATTACKS else "victim"]
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers={"X-API-Key": key}) as http:
         client = Client(http, url)
-        await (attack(client, name) if name in ATTACKS else recipe(client))
+        await (attack(client, name, link) if name in ATTACKS else recipe(client, link))
 
 
-@asynccontextmanager
-async def running(url: str, name: str) -> AsyncGenerator[asyncio.StreamReader]:
-    """The lines of a client in a process of its own, which has begun."""
-    client = await asyncio.create_subprocess_exec(sys.executable, __file__, "--as", url, name, stdout=subprocess.PIPE)
-    assert client.stdout is not None
-    await client.stdout.readline()
-    try:
-        yield client.stdout
-    finally:
-        with suppress(ProcessLookupError):
-            client.kill()
-        await client.wait()
+class Player:
+    """A client in a process of its own, which begins once it knows the address."""
+
+    def __init__(self, name: str) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._link, theirs = fork.Pipe()
+        self._process = fork.Process(target=lambda: asyncio.run(play(name, theirs.recv(), theirs)), daemon=True)
+        self._process.start()
+
+    async def begin(self, url: str) -> None:
+        self._link.send(url)
+        assert await self.seconds(600) is not None, "a client did not begin"
+
+    async def seconds(self, most: float) -> float | None:
+        """What it says next, or None if that takes too long."""
+        return self._link.recv() if await asyncio.to_thread(self._link.poll, most) else None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.join()
 
 
-async def latencies(victim: asyncio.StreamReader, seconds: float) -> list[float]:
+async def latencies(victim: Player, seconds: float) -> list[float]:
     """The milliseconds of the victim's steps that end in this time, but for the first, which began before it."""
     found, end = [], time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0 or len(found) < 3:
-        line = await asyncio.wait_for(victim.readline(), max(left, 0) + 60)
-        assert line, "the victim failed"
-        found.append(1000 * float(line))
+    while time.monotonic() < end or len(found) < 3:
+        found.append(1000 * (await victim.seconds(STARVED_SECONDS) or STARVED_SECONDS))
     return found[1:]
 
 
-def worst(found: list[float]) -> float:
-    return float(np.quantile(found, 0.99))
-
-
-async def measure(name: str, seconds: float) -> str:
+async def measure(victim: Player, attackers: dict[str, Player], seconds: float) -> None:
     served = ServedModel("model", CONTEXT, 1000, LARGE_RANK)
     with tempfile.TemporaryDirectory() as folder:
         async with Service(Path(folder), SizedRanks(), Servers(), served) as service:
             endpoint = Endpoint(service, KEYS)
             await endpoint.start()
-            async with running(endpoint.url, "victim") as victim:
+            await victim.begin(endpoint.url)
+            for name, attacker in attackers.items():
                 alone = await latencies(victim, seconds)
-                async with running(endpoint.url, name):
-                    beside = await latencies(victim, seconds)
+                await attacker.begin(endpoint.url)
+                beside = await latencies(victim, seconds)
+                attacker.end()
+                shown = [
+                    f"{np.quantile(beside, part):.0f} ({np.quantile(beside, part) / np.quantile(alone, part):.1f})"
+                    for part in (0.5, 0.99)
+                ]
+                print(f"| {name} | {' | '.join(shown)} |", flush=True)
+            victim.end()
             await endpoint.close()
-    typical, rare = statistics.median(beside), worst(beside)
-    return (
-        f"| {name} | {statistics.median(alone):.0f} | {worst(alone):.0f} | {typical:.0f} "
-        f"({typical / statistics.median(alone):.1f}) | {rare:.0f} ({rare / worst(alone):.1f}) |"
-    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, default=10, help="alone, and beside each attack")
-    parser.add_argument("--as", nargs=2, dest="client", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.client:
-        asyncio.run(as_client(*given.client))
-    print("| attack | alone: median, ms | 99th percentile | beside: median (ratio) | 99th percentile |")
-    print("|---|---|---|---|---|")
-    for name in given.attacks:
-        print(asyncio.run(measure(name, given.seconds)), flush=True)
+    # Before the service has threads.
+    victim, attackers = Player("victim"), {name: Player(name) for name in given.attacks}
+    print("| attack | median step, ms (ratio) | 99th percentile |\n|---|---|---|", flush=True)
+    asyncio.run(measure(victim, attackers, given.seconds))
 
 
 if __name__ == "__main__":
