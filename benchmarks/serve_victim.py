@@ -223,7 +223,7 @@ class Player:
         assert await self.seconds(600) is not None, "a client did not begin"
 
     async def seconds(self, most: float) -> float | None:
-        """What it says next, or None if that takes too long."""
+        """Returns the next number that the client sends, or None if that takes too long."""
         return self._link.recv() if await asyncio.to_thread(self._link.poll, most) else None
 
     def end(self) -> None:

@@ -75,7 +75,7 @@ _POLL_SECONDS = 30.0
 _IDLE_SECONDS = 120.0
 # Seconds for a client to take a piece of a download, and the bytes of a piece.
 _STALL_SECONDS = 60.0
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 16
 # Downloads of a tenant at the same time, each with a piece in memory and now and then a thread that reads the next one.
 _DOWNLOADS = 8
 _MIB = 1024**2
@@ -523,7 +523,8 @@ class Endpoint:
 
     async def _archive(self, call: _Call) -> web.StreamResponse:
         async with self._download(call.tenant), self._service.folder(call.tenant, _path(call)) as (folder, files):
-            return await _send(call.request, tar_pieces(folder, files.described, _PIECE_BYTES), tar_bytes(files))
+            parts = tar_pieces(folder, files.described, _PIECE_BYTES)
+            return await self._send(call.tenant, call.request, parts, tar_bytes(files))
 
     def _download(self, tenant: str) -> asyncio.Semaphore:
         return self._downloads.setdefault(tenant, asyncio.Semaphore(_DOWNLOADS))
@@ -557,24 +558,28 @@ class Endpoint:
         if expires < time.time():
             raise RequestError(403, f"the address of {file} was valid for {_FILE_SECONDS} s; ask for it again")
         async with self._download(tenant), self._service.folder(tenant, path, file) as (folder, _):
-            return await _send(request, pieces(folder / file, _PIECE_BYTES), (folder / file).stat().st_size)
+            parts = pieces(folder / file, _PIECE_BYTES)
+            return await self._send(tenant, request, parts, (folder / file).stat().st_size)
 
-
-async def _send(request: web.BaseRequest, parts: Iterator[bytes], size: int) -> web.StreamResponse:
-    """Answers with ``size`` bytes. What is not sent yet stays on the disk; a client that takes nothing loses it."""
-    response = web.StreamResponse(headers={"Content-Length": str(size)})
-    await response.prepare(request)
-    try:
-        while part := await asyncio.to_thread(next, parts, b""):
-            async with asyncio.timeout(_STALL_SECONDS):
-                await response.write(part)
-    except (OSError, TimeoutError) as error:
-        # An answer that has begun cannot become another one.
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError(f"a download of {size} bytes broke off: {error!r}") from error
-    await response.write_eof()
-    return response
+    async def _send(
+        self, tenant: str, request: web.BaseRequest, parts: Iterator[bytes], size: int
+    ) -> web.StreamResponse:
+        """Answers with ``size`` bytes. What is not sent yet stays on the disk; a client that takes nothing loses it."""
+        response = web.StreamResponse(headers={"Content-Length": str(size)})
+        await response.prepare(request)
+        try:
+            while part := await asyncio.to_thread(next, parts, b""):
+                # Otherwise a request of another tenant waits for a piece of each download, again and again.
+                await self._rounds.turn(tenant)
+                async with asyncio.timeout(_STALL_SECONDS):
+                    await response.write(part)
+        except (OSError, TimeoutError) as error:
+            # An answer that has begun cannot become another one.
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(f"a download of {size} bytes broke off: {error!r}") from error
+        await response.write_eof()
+        return response
 
 
 def _encoded(keys: Mapping[str, str]) -> dict[str, bytes]:

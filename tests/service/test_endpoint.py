@@ -506,6 +506,22 @@ async def test_a_checkpoint_is_downloaded_as_an_archive(rig, monkeypatch):
             assert json.load(archive.extractfile("state.json")).keys() == {"w", "m"}
 
 
+async def test_each_piece_of_a_download_takes_a_turn_of_its_tenant(rig, monkeypatch):
+    monkeypatch.setattr(module, "_PIECE_BYTES", 100)
+    rig.trainer.beside = {"other": bytes(1000)}
+    model = await model_of(rig, await session_of(rig))
+    await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
+    turns, turn = [], rig.endpoint._rounds.turn
+
+    async def counted(name):
+        turns.append(name)
+        await turn(name)
+
+    monkeypatch.setattr(rig.endpoint._rounds, "turn", counted)
+    assert (await rig.ask(f"training_runs/{model}/checkpoints/weights/w/archive"))[0] == 200
+    assert set(turns) == {"ann"} and len(turns) > 10
+
+
 async def test_files_that_are_not_those_that_were_saved_are_not_downloaded(rig, tmp_path):
     model = await model_of(rig, await session_of(rig))
     await rig.outcome("save_weights", {"model_id": model, "seq_id": 1, "path": "w"})
@@ -577,7 +593,7 @@ async def test_downloads_of_a_tenant_wait_for_one_another(rig, monkeypatch):
     await rig.ask(f"{path}/publish", {})
     running, most, taken = 0, 0, asyncio.Event()
 
-    async def send(request, parts, size):
+    async def send(endpoint, tenant, request, parts, size):
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -587,7 +603,7 @@ async def test_downloads_of_a_tenant_wait_for_one_another(rig, monkeypatch):
         return module.web.Response(body=b"".join(parts))
 
     monkeypatch.setattr(module, "_DOWNLOADS", 2)
-    monkeypatch.setattr(module, "_send", send)
+    monkeypatch.setattr(Endpoint, "_send", send)
     waiting = [asyncio.create_task(rig.ask(f"{path}/archive")) for _ in range(5)]
     while running < 2:
         await asyncio.sleep(0)
