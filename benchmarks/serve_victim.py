@@ -8,6 +8,9 @@ core from the service. A step of the victim is four samples, a pass, an optimize
 an attack is divided by that alone, measured just before. With two tenants a fair share is a ratio of about 2.
 """
 
+# Its environment has a client of Tinker.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import argparse
@@ -73,7 +76,7 @@ class Client:
         self.session = self.model = self.sampler = ""
 
     async def ask(self, path: str, body: Any = None, **headers: str) -> Any:
-        given = {"data": body} if isinstance(body, bytes) else {"json": body}
+        given: dict[str, Any] = {"data": body} if isinstance(body, bytes) else {"json": body}
         method = "GET" if body is None else "POST"
         async with self._http.request(method, f"{self.url}/api/v1/{path}", headers=headers, **given) as answer:
             data = await answer.read()
