@@ -24,7 +24,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,9 @@ class Client:
 
     def compute(self, data: int, tokens: int, forward_only: bool = False) -> bytes:
         ids = np.ones(tokens, np.int64)
-        one = types.Datum(model_input=types.ModelInput.from_ints(ids.tolist()), loss_fn_inputs={"target_tokens": ids})
+        # Any: the client turns arrays into its own type.
+        inputs: dict[str, Any] = {"target_tokens": ids}
+        one = types.Datum(model_input=types.ModelInput.from_ints(ids.tolist()), loss_fn_inputs=inputs)
         given = types.ForwardBackwardInput(data=[one], loss_fn="cross_entropy")
         request = types.ForwardBackwardRequest(forward_backward_input=given, **self.numbered())
         message = forward_backward_request_to_proto(request)
@@ -182,7 +183,7 @@ ATTACKS: dict[str, tuple[Callable[[Client], Awaitable[None]], int]] = {
 }
 
 
-async def attack(client: Client, name: str, link: Connection) -> None:
+async def attack(client: Client, name: str, link: Any) -> None:
     os.nice(19)
     await client.begin(LARGE_RANK)
     await client.outcome("save_weights", client.numbered(path="w"))
@@ -197,7 +198,7 @@ async def attack(client: Client, name: str, link: Connection) -> None:
     await asyncio.gather(*(repeat(once) for _ in range(connections)))
 
 
-async def recipe(client: Client, link: Connection) -> None:
+async def recipe(client: Client, link: Any) -> None:
     await client.begin(RANK)
     while True:
         began = time.perf_counter()
@@ -205,7 +206,7 @@ async def recipe(client: Client, link: Connection) -> None:
         link.send(time.perf_counter() - began)
 
 
-async def play(name: str, url: str, link: Connection) -> None:
+async def play(name: str, url: str, link: Any) -> None:
     key = KEYS["attacker" if name in ATTACKS else "victim"]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers={"X-API-Key": key}) as http:
         client = Client(http, url)
