@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from megasync.rewards.sandbox import run_program
+from megasync.coding.sandbox import run_program
 from megasync.sandboxes import Limits, Spec, Starter
 from megasync.sandboxes.kinds import starter_of
 from megasync.sandboxes.local import Keeper, isolation

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from megasync.environments.harbor import HarborEpisode, TaskStarter
 from megasync.errors import ConfigError, SandboxError
+from megasync.integrations.harbor.episode import HarborEpisode, TaskStarter
 from megasync.sandboxes.remote import SandboxServer
 
 HERE = Path(__file__).parent

@@ -32,13 +32,13 @@ from megasync.config import SESSIONS_FOLDER, Config
 from megasync.config.access import Keys, router_trust
 from megasync.errors import PoisonPrompt
 from megasync.evaluation.evaluate import Answer, Answerer, AnswerJob, HeldOutAnswer
-from megasync.gateway import ExternalAgents
 from megasync.observe import trace
 from megasync.observe.logfile import log_to_file
 from megasync.rollout.client import ANYWHERE, Destination, RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.group_worker import DropRecord, FailurePolicy, GroupSpec, GroupWorker
 from megasync.rollout.inflight import QuarantineClient
 from megasync.rollout.worker_link import PolledEnd, WorkerEnd
+from megasync.rollout.workflow import SessionWorkflow
 from megasync.serving.control import ServerControl
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ def build_worker(
         on_invalid_answer=partial(end.tell, "invalid_answer"),
         auxiliary=task.auxiliary,
     )
-    if isinstance(task.workflow, ExternalAgents) and keys.sessions is not None:
+    if isinstance(task.workflow, SessionWorkflow) and keys.sessions is not None:
         task.workflow.admit(keys.sessions)
         # A worker that replaces another has another address, unless rollout.gateway.port is set.
         (folder := setup.run_dir / SESSIONS_FOLDER).mkdir(exist_ok=True)
@@ -209,7 +209,7 @@ def serve_worker(
     servers = _WorkerServers(control, {"": client, **task.frozen_clients})
 
     def more_metrics() -> dict[str, float]:
-        sessions = task.workflow.metrics() if isinstance(task.workflow, ExternalAgents) else {}
+        sessions = task.workflow.metrics() if isinstance(task.workflow, SessionWorkflow) else {}
         return sessions | {
             f"{key.replace('.', '/')}/{metric}": value
             for key, model in task.frozen_clients.items()

@@ -29,13 +29,13 @@ from megasync.config.access import Keys, sessions_key
 from megasync.config.pools import PoolSpec, devices_needed
 from megasync.device import Device
 from megasync.errors import ConfigError
-from megasync.gateway import ExternalAgents
 from megasync.models.hub import missing_here, snapshots
 from megasync.observe.context import RunContext
 from megasync.observe.observer import RunParts
 from megasync.rollout.client import RequestSettings, RolloutClient, ServedModel
 from megasync.rollout.quarantine import Quarantine
 from megasync.rollout.worker_link import LocalProcess, WorkerProcess
+from megasync.rollout.workflow import SessionWorkflow
 
 # Below the run directory: one file for each prompt that kills servers or rollout workers.
 POISON_FOLDER = "poison"
@@ -112,7 +112,7 @@ class InferenceServers:
         `custom` is for workers in other processes. An evaluation, which commits no groups, has no `buffer`.
         """
         keys = Keys.draw(config.cluster, external=bool(config.rollout.external))
-        if isinstance(task.workflow, ExternalAgents):
+        if isinstance(task.workflow, SessionWorkflow):
             keys = replace(keys, sessions=sessions_key(run_dir))
         processes = FleetProcesses(config, run_dir, device, pools, keys)
         fleet = Fleet(config, processes, task.vocab_size, context)

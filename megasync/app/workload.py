@@ -14,17 +14,15 @@ from megasync.base.importing import check_call, load_callable, load_function, na
 from megasync.concurrency.foreign import explain, is_async, run
 from megasync.concurrency.threads import DaemonThreads
 from megasync.config import Config
-from megasync.config.builtin import EXTERNAL
+from megasync.config.builtin import ENVIRONMENTS, EXTERNAL, TOOL_SERVERS, WORKFLOWS
 from megasync.config.schema import DataConfig, RolloutConfig
 from megasync.data import PromptSource, Renderer, as_rows, load_dataset, load_training_sets, split_examples
 from megasync.data.chat_template import ChatTemplate
 from megasync.data.curriculum import Curriculum, curriculum_of
 from megasync.data.datasets import default_reward, no_default_reward, warn_of_missing_answers
 from megasync.data.tokenizer import load_tokenizer
-from megasync.environments import Play
 from megasync.errors import ConfigError, DataError, TemplateRefused, raised_as
 from megasync.evaluation.held_out import HeldOutSet, held_out_sets, sets_of_worker
-from megasync.gateway import AgentWorkflow, ExternalAgents, VerifiersWorkflow
 from megasync.layout.model_files import end_tokens, read_hf_config
 from megasync.layout.routes import RouteFormat
 from megasync.models.hub import title, with_names
@@ -33,11 +31,10 @@ from megasync.rewards.function import Given
 from megasync.rewards.model_reward import ModelReward
 from megasync.rewards.scoring import Scoring
 from megasync.rollout.auxiliary import AuxiliaryModel, load_auxiliary_models
-from megasync.rollout.mcp_server import McpServer
 from megasync.rollout.reply_parser import tool_format
 from megasync.rollout.teachers import Teacher, Teachers, load_teachers
 from megasync.rollout.tool_agent import ToolAgent, tool_agent
-from megasync.rollout.workflow import single_turn
+from megasync.rollout.workflow import OpenedWorkflow, single_turn
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +89,7 @@ class Task:
 
         Raises ConfigError when one of them refuses.
         """
-        if isinstance(self.workflow, AgentWorkflow | ExternalAgents | Play | ToolAgent | VerifiersWorkflow):
+        if isinstance(self.workflow, OpenedWorkflow):
             await self.workflow.open()
 
     async def close(self) -> None:
@@ -323,17 +320,20 @@ def load_workflow(config: Config, custom: PythonArguments, tokenizer: Any) -> Ca
         name = title(with_names(config).model.path)
         gateway, sampling, timeouts = config.rollout.gateway, config.rollout.sampling, config.timeouts
         if isinstance(agent, str):
-            return ExternalAgents(gateway, sampling, name, timeouts, score_late=_scores_late(config))
-        return AgentWorkflow(agent, gateway, sampling, name, timeouts.agent, score_late=_scores_late(config))
+            external = load_function(WORKFLOWS[EXTERNAL])
+            return external(gateway, sampling, name, timeouts, score_late=_scores_late(config))
+        workflow = load_function(WORKFLOWS["agent"])
+        return workflow(agent, gateway, sampling, name, timeouts.agent, score_late=_scores_late(config))
     if custom.rollout is None and config.rollout.environment is not None:
         timeouts = config.timeouts
         if config.rollout.environment.kind == "verifiers":
             gateway, sampling = config.rollout.gateway, config.rollout.sampling
-            return VerifiersWorkflow(
+            return load_function(ENVIRONMENTS["verifiers"])(
                 config.rollout.environment, gateway, sampling, config.model.path, timeouts, config.data.train
             )
+        play: Any = load_function(WORKFLOWS["environment"])
         starting = timeouts.server_start
-        return Play.of(config.rollout.environment, timeouts.environment, starting, score_late=_scores_late(config))
+        return play.of(config.rollout.environment, timeouts.environment, starting, score_late=_scores_late(config))
     workflow = _loaded(custom.rollout) or _configured_workflow(config.rollout)
     form = f"the rollout function {name_of(workflow)} must be written as `async def rollout(client, sample)`"
     if not is_async(workflow):
@@ -365,7 +365,7 @@ def _configured_workflow(rollout: RolloutConfig) -> Callable:
     if not tools.functions and not tools.mcp:
         return single_turn
     servers = [
-        McpServer(
+        load_function(TOOL_SERVERS["mcp"])(
             name,
             server.command,
             server.url or "",

@@ -1,4 +1,8 @@
-"""Names that a configuration may use for what ships with this package, and where each is defined."""
+"""Names that a configuration may use for what ships with this package, and where each is defined.
+
+`base.importing.load_function` loads what a run's configuration names. Nothing else in a run's rooms knows the rooms
+above it, so a reader of one run may leave out what its configuration does not name.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,50 @@ from dataclasses import dataclass, field
 
 REWARDS = {
     "math": "megasync.rewards.math_reward:math_reward",
-    "code": "megasync.rewards.code_reward:CodeReward",
+    "code": "megasync.coding.reward:CodeReward",
+}
+
+# Functions of a `DatasetConfig`. Those of READERS return rows that the configuration shapes, as it does those of files;
+# those of TASKSETS return finished rows, and their reward function or None.
+READERS = {
+    "jsonl": "megasync.data.datasets:read_jsonl",
+    "parquet": "megasync.data.datasets:read_parquet",
+    "hf": "megasync.data.datasets:read_hf",
+    "harbor": "megasync.integrations.harbor.tasks:harbor_rows",
+}
+TASKSETS = {
+    "digits": "megasync.data.digits:digit_task",
+    "reasoning_gym": "megasync.integrations.reasoning_gym:gym_rows",
+    "verifiers": "megasync.integrations.verifiers.rows:verifiers_rows",
 }
 
 ENVIRONMENTS = {
-    "reasoning_gym": "megasync.environments.reasoning_gym_task:ReasoningGymTask",
-    "harbor": "megasync.environments.harbor:HarborTask",
-    "gymnasium": "megasync.environments.gymnasium_text:GymnasiumText",
-    "openenv": "megasync.environments.openenv:OpenEnv",
+    "reasoning_gym": "megasync.integrations.reasoning_gym:ReasoningGymTask",
+    "harbor": "megasync.integrations.harbor.episode:HarborTask",
+    "gymnasium": "megasync.integrations.gymnasium_text:GymnasiumText",
+    "openenv": "megasync.integrations.openenv:OpenEnv",
     # It plays whole episodes: a workflow, not an Environment.
-    "verifiers": "megasync.gateway.verifiers:VerifiersWorkflow",
+    "verifiers": "megasync.integrations.verifiers.workflow:VerifiersWorkflow",
 }
-
 
 # The value of `rollout.agent` with which programs outside of the run open sessions.
 EXTERNAL = "external"
+
+# What plays samples under `rollout.environment`, and under `rollout.agent` for a function and for EXTERNAL.
+WORKFLOWS = {
+    "environment": "megasync.environments.play:Play",
+    "agent": "megasync.gateway.agent:AgentWorkflow",
+    EXTERNAL: "megasync.gateway.external:ExternalAgents",
+}
+
+# The servers of `rollout.tools`.
+TOOL_SERVERS = {"mcp": "megasync.integrations.mcp.server:McpServer"}
+
+# Sinks of `observe`, called with their section, the configuration and the run directory.
+TRACKERS = {
+    "wandb": "megasync.integrations.trackers.wandb_sink:WandbSink",
+    "mlflow": "megasync.integrations.trackers.mlflow_sink:MlflowSink",
+}
 
 CURRICULA = {"by_success": "megasync.data.curriculum:by_success"}
 

@@ -173,7 +173,7 @@ PROCESSES = Range(1, 65536)
 # SGLang passes the seed to numpy, which accepts 32 bits. Each server adds its index.
 SEED = Range(0, 2**31)
 DTYPE = Choice("float32", "bfloat16")
-DATASET = Choice("digits", "reasoning_gym", "verifiers", "jsonl", "parquet", "hf", "harbor")
+DATASET = Choice(*builtin.TASKSETS, *builtin.READERS)
 _REFERENCE = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 FUNCTION = form(_REFERENCE, "package.module:function")
 

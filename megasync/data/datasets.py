@@ -16,16 +16,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from megasync.base.importing import load_function
 from megasync.base.missing import require_extra
 from megasync.concurrency.threads import DaemonThreads
+from megasync.config.builtin import READERS, TASKSETS
 from megasync.config.schema import DataConfig, DatasetConfig, TrainSetConfig
-from megasync.data.digits import digit_reward, digit_rows
 from megasync.data.final_answer import references
-from megasync.data.harbor_tasks import harbor_rows
 from megasync.data.match import match_answer
-from megasync.data.reasoning_gym import gym_rows
 from megasync.data.rows import Row, as_conversations, as_rows, place
-from megasync.data.verifiers_rows import verifiers_rows
 from megasync.errors import DataError, raised_as
 
 log = logging.getLogger(__name__)
@@ -49,18 +47,11 @@ def load_dataset(config: DatasetConfig, data: DataConfig | None = None) -> tuple
         raise DataError(f"{config.kind}:{config.source}: size must be at least 1, got {config.size}")
     name = f"{config.kind}:{config.source}"
     if config.kind in READERS:
-        rows = as_rows(READERS[config.kind](config), name, data)[: config.size]
+        rows = as_rows(load_function(READERS[config.kind])(config), name, data)[: config.size]
         return rows, default_reward(rows)
-    if config.kind == "digits":
-        made, verifier = digit_rows(config), digit_reward
-    elif config.kind == "reasoning_gym":
-        made, verifier = gym_rows(config)
-    elif config.kind == "verifiers":
-        made, verifier = verifiers_rows(config), None
-    else:
-        raise DataError(
-            f"unknown dataset kind {config.kind!r}; kinds: digits, reasoning_gym, verifiers, {', '.join(READERS)}"
-        )
+    if config.kind not in TASKSETS:
+        raise DataError(f"unknown dataset kind {config.kind!r}; kinds: {', '.join([*TASKSETS, *READERS])}")
+    made, verifier = load_function(TASKSETS[config.kind])(config)
     return [Row(row, f"{name} ({config.split}), row {number}") for number, row in enumerate(made)], verifier
 
 
@@ -102,10 +93,12 @@ def load_conversations(config: DatasetConfig, data: DataConfig | None = None) ->
     """Rows for supervised training: a column `messages`, or a prompt and further columns. Raises DataError."""
     if config.kind not in READERS:
         return load_dataset(config)[0]
-    return as_conversations(READERS[config.kind](config), f"{config.kind}:{config.source}", data)[: config.size]
+    rows = load_function(READERS[config.kind])(config)
+    return as_conversations(rows, f"{config.kind}:{config.source}", data)[: config.size]
 
 
-def _read_jsonl(config: DatasetConfig) -> Iterator[Row]:
+def read_jsonl(config: DatasetConfig) -> Iterator[Row]:
+    """The rows of files with a JSON object in each line."""
     for path in _files(config, ".jsonl"):
         with raised_as(DataError, f"{path} cannot be read"), path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -128,7 +121,8 @@ def _parse(line: bytes, where: str, first: bool) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(config: DatasetConfig) -> Iterator[Row]:
+def read_parquet(config: DatasetConfig) -> Iterator[Row]:
+    """The rows of Parquet files."""
     require_extra("datasets", "pyarrow", "data kind parquet", kind=DataError)
     from pyarrow import parquet  # pyright: ignore[reportMissingImports] - an extra
 
@@ -148,7 +142,8 @@ def _read_parquet(config: DatasetConfig) -> Iterator[Row]:
             ) from error
 
 
-def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
+def read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
+    """The rows of a dataset of the Hugging Face hub, or of one that the package datasets has saved."""
     require_extra("datasets", "datasets", "data kind hf", kind=DataError)
     # By name, because the type checker takes this module for it where the package is not installed.
     datasets: Any = import_module("datasets")
@@ -163,14 +158,6 @@ def _read_hf(config: DatasetConfig) -> Iterable[dict[str, Any]]:
         return datasets.load_dataset(name, split=config.split, **pinned, **config.options)
     except Exception as error:  # the package raises errors of a dozen libraries; the cause is chained
         raise DataError(f"hf:{config.source} (split {config.split}): {type(error).__name__}: {error}") from error
-
-
-READERS: dict[str, Callable[[DatasetConfig], Iterable[dict[str, Any]]]] = {
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-    "hf": _read_hf,
-    "harbor": harbor_rows,
-}
 
 
 def _files(config: DatasetConfig, suffix: str) -> list[Path]:

@@ -8,7 +8,7 @@ answer counted as one position. It gives partial credit from the first step on, 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megasync.config.schema import DatasetConfig
 from megasync.data.rows import HELD_OUT_SHARE, split_of
@@ -40,6 +40,11 @@ def digit_rows(config: DatasetConfig) -> list[dict[str, str]]:
         raise DataError(f"digit tasks have the splits train and test, not {config.split!r}")
     sign, solve = TASKS[config.source]
     return [{"prompt": f"{sign}{digits}=", "answer": solve(digits)} for digits in _draw(config, _length(config))]
+
+
+def digit_task(config: DatasetConfig) -> tuple[list[dict[str, str]], Callable[..., list[float]]]:
+    """`digit_rows`, and the reward function that scores them."""
+    return digit_rows(config), digit_reward
 
 
 def _length(config: DatasetConfig) -> int:

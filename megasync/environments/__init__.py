@@ -1,6 +1,6 @@
 """Environments in which a model acts turn by turn. `Play` is the workflow; `EnvironmentPool` bounds their number.
 
-Adapters: reasoning-gym tasks (reasoning_gym_task) and Gymnasium's text environments (gymnasium_text).
+`integrations` has environments of others.
 """
 
 from megasync.environments.play import Play

@@ -9,11 +9,11 @@ from megasync.environments.pool import EnvironmentPool, StepTimeout
 from megasync.environments.protocol import environment_factory
 from megasync.errors import ContextLengthExceeded, TemplateRefused
 from megasync.observe import trace
-from megasync.rollout.workflow import AGENT_FAILURES, SampleClient
+from megasync.rollout.workflow import AGENT_FAILURES, OpenedWorkflow, SampleClient
 from megasync.trajectory import Trajectory
 
 
-class Play:
+class Play(OpenedWorkflow):
     """`rollout(client, sample)` for an environment. The reward is the sum of those of all turns.
 
     An episode ends when the environment reports `done`, after `max_turns` steps, when the context is full, or when the

@@ -6,6 +6,5 @@ sample become trajectories.
 
 from megasync.gateway.agent import AgentWorkflow
 from megasync.gateway.external import ExternalAgents
-from megasync.gateway.verifiers import VerifiersWorkflow
 
-__all__ = ["AgentWorkflow", "ExternalAgents", "VerifiersWorkflow"]
+__all__ = ["AgentWorkflow", "ExternalAgents"]

@@ -24,7 +24,7 @@ from megasync.config.schema import GatewayConfig, SamplingConfig
 from megasync.errors import SANDBOXES, DataError, ServerError
 from megasync.gateway.server import Gateway
 from megasync.rollout.breaker import Breaker
-from megasync.rollout.workflow import SampleClient
+from megasync.rollout.workflow import OpenedWorkflow, SampleClient
 from megasync.trajectory import Trajectory, finite_float
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class AgentLate(DataError):
     """An agent did not return within its deadline."""
 
 
-class AgentWorkflow:
+class AgentWorkflow(OpenedWorkflow):
     """`rollout(client, sample)` for an agent, called as `agent(base_url=, api_key=, sample=, model=)`, sync or async.
 
     The agent returns the sample's reward, None (the reward function scores the last answer), or a dictionary with

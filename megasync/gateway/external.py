@@ -47,7 +47,7 @@ from megasync.errors import DataError, ServerError, raised_as
 from megasync.gateway.errors import RequestError
 from megasync.gateway.server import Gateway, read_body
 from megasync.gateway.session import Session, has_key
-from megasync.rollout.workflow import SampleClient
+from megasync.rollout.workflow import SampleClient, SessionWorkflow
 from megasync.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class _Play:
         return "waiting" if close is not None and close.reward == LATER and not self.late.done() else "closing"
 
 
-class ExternalAgents:
+class ExternalAgents(SessionWorkflow):
     """`rollout(client, sample)` for programs outside: offers each sample, and returns what its session sampled.
 
     Nobody is admitted before `admit` has named the key. With `score_late`, a session that is not closed in time ends

@@ -1,1 +1,4 @@
-"""megasync beside other training systems: thin adapters over the same engine, and checkpoints of Megatron-LM."""
+"""What joins megasync to software of others: a file or a folder for each.
+
+No room of a run imports this one. A run loads what its configuration names, by the table of `config.builtin`.
+"""

@@ -1,4 +1,4 @@
-"""Weights to and from checkpoints of Megatron's own format (`megatron.core.dist_checkpointing`).
+"""Joins Megatron-LM: weights to and from checkpoints of Megatron's own format (`megatron.core.dist_checkpointing`).
 
 The other side is a Hugging Face folder. One process holds the whole model in the local flavour. Megatron's format names
 parameters alike in all flavours and stores them whole, so a training job of Megatron-LM reads such a checkpoint on any

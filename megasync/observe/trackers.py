@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megasync.base.importing import load_function
 from megasync.config import Config
+from megasync.config.builtin import TRACKERS
 from megasync.observe.display import RunSnapshot
-from megasync.observe.mlflow_sink import MlflowSink
 from megasync.observe.prometheus import PrometheusSink
 from megasync.observe.sinks import Sink
-from megasync.observe.wandb_sink import WandbSink
 
 
 def configured_sinks(
@@ -18,11 +18,10 @@ def configured_sinks(
 ) -> list[Sink]:
     """The sinks of a run; opens nothing. The functions are called from other threads."""
     observe = config.observe
-    sinks: list[Sink] = []
-    if observe.wandb is not None and observe.wandb.mode != "disabled":
-        sinks.append(WandbSink(observe.wandb, config, run_dir))
-    if observe.mlflow is not None:
-        sinks.append(MlflowSink(observe.mlflow, config, run_dir))
+    named = {name: settings for name in TRACKERS if (settings := getattr(observe, name)) is not None}
+    if observe.wandb is not None and observe.wandb.mode == "disabled":
+        del named["wandb"]
+    sinks: list[Sink] = [load_function(TRACKERS[name])(settings, config, run_dir) for name, settings in named.items()]
     if observe.prometheus is not None:
         sinks.append(PrometheusSink(observe.prometheus, snapshot, server_metrics))
     return sinks

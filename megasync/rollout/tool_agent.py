@@ -9,22 +9,21 @@ from typing import Any
 
 from megasync.concurrency.tasks import gather_or_cancel
 from megasync.errors import ContextLengthExceeded, DataError, TemplateRefused
-from megasync.rollout.mcp_server import McpServer
-from megasync.rollout.tools import Tool, Toolbox, as_tool
-from megasync.rollout.workflow import SampleClient
+from megasync.rollout.tools import Tool, Toolbox, ToolServer, as_tool
+from megasync.rollout.workflow import OpenedWorkflow, SampleClient
 from megasync.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
 
-class ToolAgent:
+class ToolAgent(OpenedWorkflow):
     """`rollout(client, sample)` that offers the model tools: functions, and those of MCP servers.
 
     `offered` are the tools that are known: those of servers after `open`.
     """
 
     def __init__(
-        self, tools: Sequence[Tool], servers: Sequence[McpServer], max_turns: int, timeout: float, max_output: int
+        self, tools: Sequence[Tool], servers: Sequence[ToolServer], max_turns: int, timeout: float, max_output: int
     ) -> None:
         # What messages and metrics call it.
         self.__name__ = tool_agent.__name__
@@ -86,7 +85,7 @@ class ToolAgent:
 
 
 def tool_agent(
-    tools: Sequence[Callable[..., Any] | Tool | McpServer],
+    tools: Sequence[Callable[..., Any] | Tool | ToolServer],
     *,
     max_turns: int = 8,
     timeout: float = 60.0,
@@ -101,8 +100,8 @@ def tool_agent(
 
     Raises ConfigError for a function that cannot be a tool.
     """
-    servers = [tool for tool in tools if isinstance(tool, McpServer)]
-    functions = [as_tool(tool) for tool in tools if not isinstance(tool, McpServer)]
+    servers = [tool for tool in tools if isinstance(tool, ToolServer)]
+    functions = [as_tool(tool) for tool in tools if not isinstance(tool, ToolServer)]
     # Rejects duplicate names now instead of in the first sample.
     Toolbox(functions)
     return ToolAgent(functions, servers, max_turns, timeout, max_output)

@@ -3,7 +3,7 @@
 A tool has type hints and a Google-style docstring, from which its JSON schema is generated. It may be async. Invariant:
 every call yields one observation for the model within its deadline, whatever the model or the tool did wrong;
 `Toolbox.run` guarantees it. The only exception is a ServerError, which ends the sample, because the model should not
-learn from an outage. Tools of MCP servers (`mcp_server`) are called in the same way.
+learn from an outage. Tools of servers (`ToolServer`) are called in the same way.
 
 A sync tool runs in its own thread. A thread cannot be killed, so a tool that exceeds its deadline is abandoned and
 counts against `THREADS` until it returns. The deadline starts with the tool; waiting for a thread does not count.
@@ -16,8 +16,10 @@ import functools
 import inspect
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
@@ -96,6 +98,33 @@ class Tool:
             with raised_as(DataError, f"argument {name!r} of {self.name}", of=msgspec.ValidationError):
                 bound[name] = invoke(msgspec.convert, value, self._types.get(name, Any), strict=False)
         return bound
+
+
+class ToolServer(ABC):
+    """A server whose tools a model may call, such as one of the Model Context Protocol."""
+
+    @property
+    @abstractmethod
+    def offered(self) -> list[Tool]:
+        """The tools as far as they are known: after `open`. Those of a `session` can be called."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Starts the server and lists its tools.
+
+        Raises ServiceFailed, or ConfigError for tools that cannot be offered.
+        """
+
+    @abstractmethod
+    def session(self) -> AbstractAsyncContextManager[list[Tool]]:
+        """The tools of one sample, whose names and schemas stay as they are until its end.
+
+        Raises ServiceFailed if the server cannot be reached, and ServiceDown if it has not been for long.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends all connections and processes."""
 
 
 def as_tool(function: Callable[..., Any] | Tool) -> Tool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -157,6 +158,35 @@ def label_of(workflow: Callable[..., Any]) -> str:
 def request_seed(*parts: object) -> int:
     """A seed of 31 bits derived from all parts, the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
+
+
+class OpenedWorkflow(ABC):
+    """A workflow of megasync's own that opens something first: a gateway's port, servers of tools or environments."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Opens it, before any other process starts. Raises ConfigError when something refuses."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Closes it."""
+
+
+class SessionWorkflow(OpenedWorkflow):
+    """A workflow whose samples are played by programs outside of the run, which open sessions with a key."""
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where programs outside open sessions."""
+
+    @abstractmethod
+    def admit(self, key: str) -> None:
+        """Lets the holders of this key open sessions."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """The counts by metric name. Those of sessions that are alive end with /inflight."""
 
 
 Workflow = Callable[[SampleClient, dict[str, Any]], Awaitable[Trajectory | list[Trajectory]]]

@@ -125,7 +125,7 @@ OTHER_WRITERS = {
     "lab/chaos/faults.py": "fills up a disk",
     "offline/report.py": "answers, appended to while the evaluation runs",
     "base/files.py": "atomic_write itself",
-    "data/verifiers_side.py": "what its starter reads, a pipe",
+    "integrations/verifiers/side.py": "what its starter reads, a pipe",
     "install/environment.py": "requirements for pip, in a temporary folder",
     "install/steps.py": "a log, appended to",
     "launch/node.py": "copies of logs",

@@ -15,7 +15,7 @@ from megasync.app.run_directory import new_run_dir
 from megasync.base.confidential import masked
 from megasync.config import CONFIG_FILE, Config, load_config, remember, save_config, saved_values
 from megasync.errors import ConfigError
-from megasync.observe.mlflow_sink import _flat
+from megasync.integrations.trackers.mlflow_sink import _flat
 from megasync.watch.configuration import shown
 from megasync.watch.html_page import render_html
 from megasync.watch.report import make_report

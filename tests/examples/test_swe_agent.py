@@ -13,7 +13,7 @@ from tiny_models import byte_tokenizer
 
 from megasync.config.schema import ChatConfig, DatasetConfig, SamplingConfig
 from megasync.data.datasets import load_dataset
-from megasync.environments.harbor import HarborEpisode, TaskStarter
+from megasync.integrations.harbor.episode import HarborEpisode, TaskStarter
 from megasync.serving.control import ServerControl
 
 TEMPLATE = (

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megasync.coding.reward import CodeReward
 from megasync.errors import ConfigError
 from megasync.rewards import RewardFunction, RewardRunner, check_columns, load_reward, reward_functions
-from megasync.rewards.code_reward import CodeReward
 from megasync.rewards.function import combine
 from megasync.rewards.math_reward import math_reward
 

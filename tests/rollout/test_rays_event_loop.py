@@ -26,7 +26,7 @@ async def to_a_container(process: asyncio.subprocess.Process) -> None:
 
 
 async def to_an_mcp_server(process: asyncio.subprocess.Process) -> None:
-    mcp_stdio = pytest.importorskip("megasync.rollout.mcp_stdio", reason="megasync install mcp")
+    mcp_stdio = pytest.importorskip("megasync.integrations.mcp.stdio", reason="megasync install mcp")
     message: Any = SimpleNamespace(message=SimpleNamespace(model_dump_json=lambda **_: "{}"))
 
     async def to_send() -> Any:

@@ -29,7 +29,7 @@ OWN = {
 }
 # Processes in a sandbox, whose purpose is to run a model's program or a dataset's tests.
 SANDBOXED = {
-    *(f"megasync/rewards/sandbox_{name}.py" for name in ("link", "check")),
+    *(f"megasync/coding/sandbox_{name}.py" for name in ("link", "check")),
     "megasync/sandboxes/guest/inside.py",
 }
 

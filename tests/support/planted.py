@@ -76,7 +76,7 @@ FAULTS = (
     Fault("megasync/trainer/packing.py", "root * (root + 1) // 2", "root * (root - 1) // 2"),
     Fault("megasync/trainer/gated_delta_net.py", ".triu(1)", ".triu(0)"),
     Fault("megasync/data/digits.py", "while len(drawn) < config.size:", "while len(drawn) <= config.size:"),
-    Fault("megasync/rewards/code_reward.py", "elif not self._partial:", "elif self._partial:"),
+    Fault("megasync/coding/reward.py", "elif not self._partial:", "elif self._partial:"),
     Fault("megasync/evaluation/evaluate.py", "counts.rewards / counts.scored if", "counts.rewards / total if"),
     Fault(
         "megasync/concurrency/tasks.py",

@@ -8,7 +8,7 @@ import httpx
 from traps import FOLDER, STAY, finish, folder, sprung
 
 from megasync.data.digits import CHARACTERS
-from megasync.rollout.mcp_server import McpServer
+from megasync.integrations.mcp.server import McpServer
 from megasync.sandboxes.kinds import starter_of
 
 # In the sandbox; the processes of the MCP servers are the ones to be killed at places of their own.

@@ -1,0 +1,1 @@
+"""The reward `code`: the program in a response, and its tests, in sandboxes."""

@@ -1,0 +1,1 @@
+"""Joins Harbor: its tasks, and episodes of them in sandboxes."""

@@ -1,0 +1,1 @@
+"""Joins servers of the Model Context Protocol: their tools."""

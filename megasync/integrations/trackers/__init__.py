@@ -1,0 +1,1 @@
+"""Joins experiment trackers: sinks for a run's metrics."""
