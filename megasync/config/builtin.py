@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 REWARDS = {
-    "math": "megasync.rewards.math_reward:math_reward",
+    "math": "megasync.integrations.math_verify:math_reward",
     "code": "megasync.coding.reward:CodeReward",
 }
 

@@ -10,7 +10,7 @@ from megasync.coding.reward import CodeReward
 from megasync.errors import ConfigError
 from megasync.rewards import RewardFunction, RewardRunner, check_columns, load_reward, reward_functions
 from megasync.rewards.function import combine
-from megasync.rewards.math_reward import math_reward
+from megasync.integrations.math_verify import math_reward
 
 ROW = {"prompt": "p", "answer": "a"}
 CHAT = {"prompt": [{"role": "user", "content": "p"}], "answer": "a"}
@@ -145,7 +145,7 @@ def test_a_column_that_no_row_has_is_missed_before_anything_starts(function, col
         ([ours, trl], {"ours": 1.0, "trl": 1.0}),
         ([ours, (trl, 0.5)], {"ours": 1.0, "trl": 0.5}),
         ({ours: 1, "math": 0.5}, {"ours": 1.0, "math_reward": 0.5}),
-        ("megasync.rewards.math_reward:math_reward", {"math_reward": 1.0}),
+        ("megasync.integrations.math_verify:math_reward", {"math_reward": 1.0}),
         ("math", {"math_reward": 1.0}),
         ([RewardFunction("a", ours, 2.0)], {"a": 2.0}),
         (partial(ours, unused=1), {"ours": 1.0}),
@@ -177,7 +177,7 @@ def test_other_forms_are_refused(given, message):
 
 def test_built_in_rewards_have_short_names():
     assert load_reward("math") is math_reward
-    assert load_reward("megasync.rewards.math_reward:math_reward") is math_reward
+    assert load_reward("megasync.integrations.math_verify:math_reward") is math_reward
 
 
 @pytest.mark.processes

@@ -12,7 +12,7 @@ import pytest
 
 from megasync.config.schema import RewardModelConfig
 from megasync.data.match import match_answer
-from megasync.rewards.math_reward import math_reward
+from megasync.integrations.math_verify import math_reward
 from megasync.rewards.model_reward import WrittenNumber
 
 FOLDER = Path(__file__).parent

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from reward import boxed
 
-from megasync.rewards.math_reward import math_reward
+from megasync.integrations.math_verify import math_reward
 
 ROWS = [json.loads(line) for line in (Path(__file__).parent / "data" / "train.jsonl").read_text().splitlines()]
 

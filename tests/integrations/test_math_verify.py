@@ -7,8 +7,8 @@ import pytest
 from math_verify import grader
 
 from megasync.errors import DataError
-from megasync.rewards import math_reward as math_rewards
-from megasync.rewards.math_reward import math_reward
+from megasync.integrations import math_verify as math_rewards
+from megasync.integrations.math_verify import math_reward
 
 
 @pytest.mark.parametrize(

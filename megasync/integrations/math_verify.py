@@ -1,4 +1,4 @@
-"""Reward for mathematics: 1.0 when the final answer equals the reference as mathematics, 0.0 when it does not.
+"""Joins math-verify: the reward `math`, 1.0 when the final answer equals the reference as mathematics, otherwise 0.0.
 
 Which text is the answer, what is a reference, and numbers, choices and lists as people write them are decided as by
 the default reward (`data.final_answer`, `data.match`). The package math-verify (`pip install 'megasync[math]'`)
