@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megasync.coding.reward import CodeReward
 from megasync.errors import ConfigError
+from megasync.integrations.math_verify import math_reward
 from megasync.rewards import RewardFunction, RewardRunner, check_columns, load_reward, reward_functions
 from megasync.rewards.function import combine
-from megasync.integrations.math_verify import math_reward
 
 ROW = {"prompt": "p", "answer": "a"}
 CHAT = {"prompt": [{"role": "user", "content": "p"}], "answer": "a"}
