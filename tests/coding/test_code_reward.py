@@ -2,9 +2,9 @@
 
 import pytest
 
+from megasync.coding import reward
 from megasync.coding.reward import CodeReward
 from megasync.errors import DataError
-from megasync.rewards import code_reward
 from megasync.sandboxes import local
 
 DOUBLE = [{"input": "2\n", "output": "4\n"}, {"input": "5\n", "output": "10"}, {"input": "0", "output": "0\n\n"}]
@@ -73,7 +73,7 @@ async def test_equal_responses_to_the_same_tests_are_run_once(monkeypatch):
         started.append((program, check.text))
         return program == "f = 1"
 
-    monkeypatch.setattr(code_reward, "run_check", run)
+    monkeypatch.setattr(reward, "run_check", run)
     first, other = "assert f == 1", "assert f > 0"
     scores = await CodeReward()(["f = 1", "f = 2", "f = 1", "f = 1"], tests=[first, first, first, other])
     assert scores == [1.0, 0.0, 1.0, 1.0]

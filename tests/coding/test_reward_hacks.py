@@ -10,10 +10,10 @@ import pytest
 from processes import gone
 from sandboxes import of_sandboxes
 
+from megasync.coding import sandbox
 from megasync.coding.checks import check_of
 from megasync.coding.reward import CodeReward
 from megasync.coding.sandbox import run_check
-from megasync.rewards import sandbox
 from megasync.sandboxes import Limits, local
 
 pytestmark = pytest.mark.processes

@@ -14,10 +14,10 @@ from processes import gone, lives
 from sandboxes import of_sandboxes
 from waits import until
 
+from megasync.coding import sandbox
 from megasync.coding.reward import CodeReward
 from megasync.coding.sandbox import Check, run_check, run_program
 from megasync.errors import SandboxError
-from megasync.rewards import sandbox
 from megasync.sandboxes import Limits, local
 from megasync.sandboxes.local import Isolation, Keeper, sweep
 
@@ -173,7 +173,7 @@ async def test_the_program_ends_when_its_owner_is_killed(kind, folder):
     """If the system kills the driver, no process enforces the deadline any more."""
     script = f"""
 import asyncio, tempfile
-from megasync.rewards import sandbox
+from megasync.coding import sandbox
 from megasync.sandboxes.local import Isolation
 tempfile.tempdir = {str(folder)!r}
 sandbox.isolation = lambda: {kind!r}

@@ -2,9 +2,9 @@
 
 import pytest
 
+from megasync.coding import sandbox
 from megasync.coding.checks import check_of
 from megasync.coding.sandbox import run_check
-from megasync.rewards import sandbox
 from megasync.sandboxes import Limits
 
 PROGRAM = """
