@@ -8,7 +8,7 @@ from header_files import write_headers
 
 from megasync.base import missing
 from megasync.base.importing import load_function
-from megasync.config import load_config
+from megasync.config import builtin, load_config
 from megasync.config.builtin import REWARDS
 from megasync.config.schema import Config, DatasetConfig
 from megasync.data import load_dataset
@@ -49,6 +49,20 @@ def load(name: str, tmp_path: Path) -> Config:
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_shipped_configuration_can_be_planned(name, tmp_path):
     check_as_run(load(name, tmp_path), planning=True)
+
+
+BUILTIN = [
+    (table, name)
+    for table, places in vars(builtin).items()
+    if isinstance(places, dict) and not table.startswith("_")
+    for name, place in places.items()
+    if isinstance(place, str)
+]
+
+
+@pytest.mark.parametrize(("table", "name"), BUILTIN)
+def test_what_a_builtin_name_stands_for_can_be_loaded(table, name):
+    assert callable(load_function(getattr(builtin, table)[name]))
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
