@@ -184,8 +184,8 @@ def serve(miniature, launch, tmp_path):
         (5, FAULTS),
         # Twenty minutes and more. Clients give up by themselves where the service is away for five.
         pytest.param(
-            60,
-            tuple(random.Random(0).choices(KINDS, k=20)),
+            80,
+            tuple(random.Random(0).choices(KINDS, k=32)),
             marks=[pytest.mark.soak, pytest.mark.timeout(7200)],
         ),
     ],
