@@ -96,9 +96,10 @@ def remote_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     port = free_port()
     monkeypatch.setenv("REMOTE_TOOLS_URL", f"http://127.0.0.1:{port}/mcp")
     again = 'while :; do "$0" "$1" "$2"; done'
-    host = subprocess.Popen(
-        ["bash", "-c", again, sys.executable, str(SUPPORT / "mcp_program.py"), str(port)], start_new_session=True
-    )
+    program = [sys.executable, str(SUPPORT / "mcp_program.py"), str(port)]
+    # Without the run's variables, by which what a run leaves behind is found.
+    clean = {"PATH": os.environ["PATH"]}
+    host = subprocess.Popen(["bash", "-c", again, *program], env=clean, start_new_session=True)
     yield
     os.killpg(host.pid, signal.SIGKILL)
     host.wait()
