@@ -1,4 +1,4 @@
-"""Servers listen where they are told. A request that is no HTTP is answered but not logged; their own errors are."""
+"""HTTP servers listen where they are told. They log their own errors, and not what strangers send that is no HTTP."""
 
 import asyncio
 
