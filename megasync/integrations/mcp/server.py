@@ -49,8 +49,9 @@ from megasync.errors import ConfigError, DataError, ServiceFailed
 from megasync.rollout.breaker import Breaker
 from megasync.rollout.tools import Tool, ToolFailed, ToolServer
 
+# Where the extra is not installed, a type checker takes this folder for the package of the same name.
 if TYPE_CHECKING:
-    from mcp import Client  # pyright: ignore[reportMissingImports]
+    from mcp import Client  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
 log = logging.getLogger(__name__)
 
@@ -388,7 +389,7 @@ class _Connection:
 
     async def _enter(self, stack: AsyncExitStack) -> Client:
         import httpx2  # pyright: ignore[reportMissingImports]
-        from mcp import Client  # pyright: ignore[reportMissingImports]
+        from mcp import Client  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from mcp.client.streamable_http import streamable_http_client  # pyright: ignore[reportMissingImports]
 
         from megasync.integrations.mcp.stdio import stdio_streams
@@ -448,7 +449,7 @@ class _Connection:
 
     async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
         """The text of a call's result; see `McpTool.call`. Raises _NotBegun if the connection was lost before."""
-        from mcp import MCPError  # pyright: ignore[reportMissingImports]
+        from mcp import MCPError  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
         if self.lost:
             raise _NotBegun
@@ -491,7 +492,7 @@ class _Connection:
 
     async def _answers(self, client: Client) -> bool:
         """Whether the server answers anything at all."""
-        from mcp import MCPError  # pyright: ignore[reportMissingImports]
+        from mcp import MCPError  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
         try:
             async with asyncio.timeout(CHECK_SECONDS):
