@@ -6,9 +6,9 @@
 
 A separate process is all programs outside: it claims the samples over HTTP, chats by plain aiohttp, and closes each
 session with a reward. The null server answers immediately. First all sessions run as fast as they can: that is full
-load. Then the programs pause between turns, so that requests come at half that rate, and measure how long each one
-takes; so they do with requests that go straight to the null server. Rounds of both alternate; the difference is what
-the gateway adds.
+load. Then the programs, once each has its session, pause between turns, so that requests come at half that rate, and
+measure how long each one takes; so they do with requests that go straight to the null server. Rounds of both alternate;
+the difference is what the gateway adds.
 
 `--live` has conversations of 50 turns and 32k tokens, and measures the driver's memory when all have reached their full
 length, connections included.
@@ -31,6 +31,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -218,7 +219,7 @@ async def run_programs() -> None:
                 print("[]", flush=True)
                 continue
             latencies: list[float] = []
-            one = play_raw if "tokens" in command else play_session
+            one = play_raw if "tokens" in command else partial(play_session, claimed=asyncio.Barrier(command["count"]))
             if "hold" not in command:
                 await asyncio.gather(*(one(http, command, latencies) for _ in range(command["count"])))
                 print(orjson.dumps(sorted(latencies)).decode(), flush=True)
@@ -239,11 +240,16 @@ async def play_session(
     latencies: list[float],
     arrived: asyncio.Semaphore | None = None,
     released: asyncio.Event | None = None,
+    *,
+    claimed: asyncio.Barrier | None = None,
 ) -> None:
     authorized = {"Authorization": f"Bearer {KEY}"}
     async with http.post(command["url"] + "/sessions", json={"wait": 60}, headers=authorized) as claim:
         assert claim.status == 200, await claim.text()
         session = await claim.json()
+    if claimed is not None and command["pause"]:
+        # A thousand claims at once are more than half load.
+        await claimed.wait()
     messages: list[dict[str, str]] = []
     headers = {"Authorization": f"Bearer {session['api_key']}"}
     for turn in range(command["turns"]):

@@ -5,14 +5,17 @@ that takes half a second, in which the event loop is blocked, and it finds next 
 reference cycles. So survivors are frozen, which exempts them from collection; reference counting still frees them.
 Cycles among them are collected by one long collection every FULL_SECONDS.
 
-A collection begins when YOUNG more objects were made than freed. By Python's default of 700, a burst of requests would
-have the objects of its own requests scanned, which are freed a moment later.
+Python begins a collection when more objects were made than freed. Where old objects end as fast as new ones are made,
+that hardly ever happens, and then there are very many young ones. So young objects are collected by the clock, every
+LEAST_SECONDS; and less often where that would take more than a SHARE of the time, as under full load, when most objects
+are freed before they are scanned. Between two of these, YOUNG more objects begin one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,14 +24,20 @@ from megasync.concurrency.tasks import cancel_and_wait
 
 # Seconds between two collections of all objects. They bound what cycles can leak, for example those of tracebacks.
 FULL_SECONDS = 1800.0
-# About as many objects as several hundred requests hold, which are scanned in a few milliseconds.
+# Seconds between two collections of young objects, and the part of the time that these may take.
+LEAST_SECONDS = 0.1
+SHARE = 0.05
+# About as many objects as a few hundred requests hold while they are answered.
 YOUNG = 50_000
 
 
 @asynccontextmanager
 async def short_collections() -> AsyncIterator[None]:
     """Context in which this process's automatic collections are short."""
-    full = asyncio.create_task(_collect_all(), name="garbage collection")
+    collections = [
+        asyncio.create_task(_collect_all(), name="full garbage collection"),
+        asyncio.create_task(_collect_young(), name="young garbage collection"),
+    ]
     gc.freeze()
     gc.callbacks.append(_freeze_survivors)
     thresholds = gc.get_threshold()
@@ -39,7 +48,7 @@ async def short_collections() -> AsyncIterator[None]:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(_freeze_survivors)
         gc.unfreeze()
-        await cancel_and_wait(full)
+        await cancel_and_wait(*collections)
 
 
 def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
@@ -53,3 +62,12 @@ async def _collect_all() -> None:
         await asyncio.sleep(FULL_SECONDS)
         gc.unfreeze()
         gc.collect()
+
+
+async def _collect_young() -> None:
+    pause = LEAST_SECONDS
+    while True:
+        await asyncio.sleep(pause)
+        began = time.perf_counter()
+        gc.collect(0)
+        pause = max(LEAST_SECONDS, (time.perf_counter() - began) / SHARE)

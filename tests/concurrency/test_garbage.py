@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,6 +64,31 @@ async def test_cycles_among_survivors_are_collected_by_the_full_collection(monke
         gc.collect()
         assert seen() is not None
         await until(lambda: seen() is None)
+
+
+async def test_young_cycles_are_collected_by_the_clock():
+    async with short_collections():
+        node = Node()
+        seen = weakref.ref(node)
+        del node
+        await until(lambda: seen() is None)
+
+
+async def test_young_collections_take_their_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch):
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def noted(seconds: float) -> None:
+        if seconds != garbage.FULL_SECONDS:
+            pauses.append(seconds)
+        await sleep(0.001)
+
+    # Two readings for each collection, which takes a second.
+    monkeypatch.setattr(garbage, "time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
+    monkeypatch.setattr(garbage, "asyncio", SimpleNamespace(sleep=noted, create_task=asyncio.create_task))
+    async with short_collections():
+        await until(lambda: len(pauses) == 3)
+    assert pauses[:3] == [garbage.LEAST_SECONDS, 1 / garbage.SHARE, 1 / garbage.SHARE]
 
 
 async def test_the_collector_is_as_before_afterwards():

@@ -95,11 +95,13 @@ def remote_tools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An MCP server that does not belong to the run, whose host starts it again whenever it ends."""
     port = free_port()
     monkeypatch.setenv("REMOTE_TOOLS_URL", f"http://127.0.0.1:{port}/mcp")
-    again = 'while :; do "$0" "$1" "$2"; done'
+    # Both end with the process that starts them, also if that is killed.
+    again = 'while :; do setpriv --pdeathsig KILL "$0" "$1" "$2"; done'
+    host_program = ["setpriv", "--pdeathsig", "KILL", "bash", "-c", again]
     program = [sys.executable, str(SUPPORT / "mcp_program.py"), str(port)]
     # Without the run's variables, by which what a run leaves behind is found.
     clean = {"PATH": os.environ["PATH"]}
-    host = subprocess.Popen(["bash", "-c", again, *program], env=clean, start_new_session=True)
+    host = subprocess.Popen([*host_program, *program], env=clean, start_new_session=True)
     yield
     os.killpg(host.pid, signal.SIGKILL)
     host.wait()
