@@ -37,6 +37,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from megasync.base.files import new_folder
 from megasync.service.endpoint import Endpoint
 from megasync.service.interfaces import AdapterSpec, ServedModel, WriteState
+from megasync.service.scheduler import share_with_threads
 from megasync.service.service import Service
 
 KEYS = {"victim": "tml-victim-0123456789", "attacker": "tml-attacker-01234567"}
@@ -271,6 +272,7 @@ def main() -> None:
     given = parser.parse_args()
     # Before the service has threads.
     victim, attackers = Player("victim"), {name: Player(name) for name in given.attacks}
+    share_with_threads()
     print("| attack | median step, ms (ratio) | 99th percentile |\n|---|---|---|", flush=True)
     asyncio.run(measure(victim, attackers, given.seconds))
 

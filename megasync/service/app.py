@@ -60,6 +60,7 @@ from megasync.service.interfaces import ServedModel
 from megasync.service.limits import Limits
 from megasync.service.ranks import Ranks, trained_config
 from megasync.service.sampling import TOGETHER, FleetSampler
+from megasync.service.scheduler import share_with_threads
 from megasync.service.service import Service
 from megasync.service.status import TenantStatus
 from megasync.serving.plugin_protocol import ADAPTER_ROOT
@@ -110,6 +111,7 @@ async def _begin(config: Config, run_dir: Path | None, resume_file: Path | None 
     run_dir = run_dir or new_run_dir(config)
     if resume_file is not None:
         await asyncio.to_thread(write_resume_file, resume_file, run_dir)
+    share_with_threads()
     run = ServedRun(config, run_dir, Endpoint)
     await run_stoppable(run.execute(), run_dir, config, run)
 

@@ -83,8 +83,6 @@ _MIB = 1024**2
 _THREAD_BYTES = 1 << 16
 # An outcome with more numbers is encoded in a thread.
 _THREAD_NUMBERS = 1 << 14
-# Requests of a tenant that are begun or answered before it is the others' turn, of about half a millisecond each.
-_TOGETHER = 16
 # Bytes of a body that has no tokens.
 _SMALL_BYTES = 1 << 20
 # Requests of a tenant with larger bodies that are read and decoded at the same time; the others' bodies stay unread.
@@ -148,7 +146,7 @@ class Endpoint:
         self._coding = FairThread()
         self._large_requests: dict[str, asyncio.Semaphore] = {}
         self._downloads: dict[str, asyncio.Semaphore] = {}
-        self._rounds = Rounds(_TOGETHER)
+        self._rounds = Rounds()
         self._runner: web.ServerRunner | None = None
         self._routes: dict[tuple[str, str], _Handler] = {
             ("POST", "client/config"): self._client_config,

@@ -39,7 +39,7 @@ def test_who_was_idle_saved_up_nothing(costs):
 
 
 async def test_of_many_things_that_one_begins_another_waits_for_few():
-    rounds, order = Rounds(4), []
+    rounds, order = Rounds(), []
 
     async def begin(name):
         await rounds.turn(name)
@@ -52,7 +52,7 @@ async def test_of_many_things_that_one_begins_another_waits_for_few():
         task.cancel()
     few = [asyncio.create_task(begin("few")) for _ in range(3)]
     await asyncio.wait(few)
-    assert order.count("few") == 3 and order.count("many") <= 16
+    assert order.count("few") == 3 and order.count("many") <= 5
     await asyncio.gather(*many, return_exceptions=True)
     assert order.count("many") == 40
     # Nothing is left to wait for.
