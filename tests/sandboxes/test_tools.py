@@ -1,6 +1,7 @@
 """The tools of a sandbox do what a model asks, and tell it what it did wrong."""
 
 import pytest
+from waits import PATIENCE
 
 from megasync.rollout.tools import Toolbox, ToolCall
 from megasync.sandboxes import Spec
@@ -22,8 +23,9 @@ async def test_a_model_edits_and_runs_a_program():
         ("write", {"path": "/tmp/x", "text": "y"}, "wrote 1 lines to /tmp/x"),
     ]
     async with await starter_of(Spec()).start() as sandbox:
-        toolbox = Toolbox(sandbox_tools(sandbox, seconds=2))
         for name, arguments, expected in calls:
+            seconds = 2 if "killed" in expected else PATIENCE
+            toolbox = Toolbox(sandbox_tools(sandbox, seconds=seconds), timeout=2 * PATIENCE)
             (message,) = await toolbox.run([ToolCall("1", name, arguments)])
             assert expected in message["content"]
         assert await sandbox.get("/tmp/x") == b"y"

@@ -72,8 +72,10 @@ class Rig:
 
 def _writes(ids, finish):
     async def behave(fake, body):
-        fake.continuation = lambda body, count: ids
-        return fake.answer(body, len(ids), finish)
+        # As of a real server, which writes no more than it may.
+        most = body["sampling_params"]["max_new_tokens"]
+        fake.continuation = lambda body, count: ids[:most]
+        return fake.answer(body, min(len(ids), most), finish if len(ids) <= most else "length")
 
     return behave
 

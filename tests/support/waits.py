@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 # Seconds after which a wait fails: many times what anything here takes on a machine that does other work beside it.
@@ -26,3 +26,11 @@ def wait_until(holds: Callable[[], Found], what: Callable[[], object] = str) -> 
         assert time.monotonic() < deadline, what()
         time.sleep(0.05)
     return found
+
+
+def deadlines() -> Iterator[float]:
+    """Growing seconds for what must have begun when its deadline ends it: a busy machine needs longer for that."""
+    seconds = 0.5
+    while seconds < PATIENCE:
+        yield seconds
+        seconds *= 4
