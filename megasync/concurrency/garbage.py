@@ -3,7 +3,7 @@
 CPython's collector scans every object that has survived its younger generations. With ten thousand requests in flight
 that takes half a second, in which the event loop is blocked, and it finds next to nothing: requests hardly ever leave
 reference cycles. So survivors are frozen, which exempts them from collection; reference counting still frees them.
-Cycles among them are collected by one long collection every FULL_SECONDS.
+Cycles among them are collected by long collections, which take FULL_SHARE of the time: often while few objects live.
 
 Python begins a collection when more objects were made than freed. Where old objects end as fast as new ones are made,
 that hardly ever happens, and then there are very many young ones. So young objects are collected by the clock, every
@@ -22,8 +22,11 @@ from typing import Any
 
 from megasync.concurrency.tasks import cancel_and_wait
 
-# Seconds between two collections of all objects. They bound what cycles can leak, for example those of tracebacks.
+# Most seconds between two collections of all objects, those before the first, and the part of the time that they may
+# take. They bound what cycles can leak, for example those of tracebacks.
 FULL_SECONDS = 1800.0
+FIRST_SECONDS = 300.0
+FULL_SHARE = 0.001
 # Seconds between two collections of young objects, and the part of the time that these may take.
 LEAST_SECONDS = 0.1
 SHARE = 0.05
@@ -58,10 +61,13 @@ def _freeze_survivors(phase: str, info: dict[str, Any]) -> None:
 
 
 async def _collect_all() -> None:
+    pause = FIRST_SECONDS
     while True:
-        await asyncio.sleep(FULL_SECONDS)
+        await asyncio.sleep(min(pause, FULL_SECONDS))
+        began = time.perf_counter()
         gc.unfreeze()
         gc.collect()
+        pause = (time.perf_counter() - began) / FULL_SHARE
 
 
 async def _collect_young() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import weakref
 from types import SimpleNamespace
@@ -74,21 +73,27 @@ async def test_young_cycles_are_collected_by_the_clock():
         await until(lambda: seen() is None)
 
 
-async def test_young_collections_take_their_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch):
-    pauses: list[float] = []
-    sleep = asyncio.sleep
+@pytest.mark.parametrize(
+    ("collections", "pauses"),
+    [
+        ("_collect_young", [garbage.LEAST_SECONDS, 1 / garbage.SHARE, 1 / garbage.SHARE]),
+        ("_collect_all", [garbage.FIRST_SECONDS, 1 / garbage.FULL_SHARE, 1 / garbage.FULL_SHARE]),
+    ],
+)
+async def test_collections_take_their_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch, collections, pauses):
+    slept: list[float] = []
 
-    async def noted(seconds: float) -> None:
-        if seconds != garbage.FULL_SECONDS:
-            pauses.append(seconds)
-        await sleep(0.001)
+    async def sleep(seconds: float) -> None:
+        if len(slept) == len(pauses):
+            raise InterruptedError
+        slept.append(seconds)
 
     # Two readings for each collection, which takes a second.
     monkeypatch.setattr(garbage, "time", SimpleNamespace(perf_counter=iter(range(10**6)).__next__))
-    monkeypatch.setattr(garbage, "asyncio", SimpleNamespace(sleep=noted, create_task=asyncio.create_task))
-    async with short_collections():
-        await until(lambda: len(pauses) == 3)
-    assert pauses[:3] == [garbage.LEAST_SECONDS, 1 / garbage.SHARE, 1 / garbage.SHARE]
+    monkeypatch.setattr(garbage, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(InterruptedError):
+        await getattr(garbage, collections)()
+    assert slept == pauses
 
 
 async def test_the_collector_is_as_before_afterwards():
