@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,12 +70,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reached = config.stash[REACHED]
     measured = config.stash[MEASURED]
     chosen: dict[pytest.Item, Planned] = {}
+    cases: Counter[str] = Counter()
     order: dict[tuple[bool, str], list[float]] = {}
     for item in items:
         file = item.path.relative_to(ROOT).as_posix()
         markers = {mark.name for mark in item.iter_markers()}
         if "real" in markers and "timeout" not in markers:
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT))
+        if every := item.get_closest_marker("every"):
+            name = item.nodeid.partition("[")[0]
+            if cases[name] % every.args[0]:
+                markers.add("matrix")
+            cases[name] += 1
         added = lowest_tier(markers) > tier
         if added and file not in reached:
             continue

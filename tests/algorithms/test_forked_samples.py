@@ -56,6 +56,7 @@ def assert_the_same_without_forks(groups, name, normalize_std, ranks):
         assert one.tolist() == pytest.approx(other.tolist(), rel=1e-6, abs=1e-6)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ADVANTAGES)
 @settings(max_examples=40)
 @given(groups=steps(), normalize_std=st.booleans(), ranks=st.integers(1, 3))
@@ -63,6 +64,7 @@ def test_a_fork_changes_no_advantage(name, groups, normalize_std, ranks):
     assert_the_same_without_forks(groups, name, normalize_std, ranks)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", PENALISED)
 @settings(max_examples=40)
 @given(groups=steps(penalised=True), normalize_std=st.booleans(), ranks=st.integers(1, 3))

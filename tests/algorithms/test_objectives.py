@@ -182,6 +182,7 @@ def test_every_estimator_has_an_objective():
     assert {name for name, normalize_std in CLAIMS if not normalize_std} == by_std
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("advantage", "normalize_std"), CLAIMS)
 def test_an_accepted_pair_follows_the_gradient_of_its_objective(advantage, normalize_std, loss):
@@ -202,6 +203,7 @@ def test_an_accepted_pair_follows_the_gradient_of_its_objective(advantage, norma
     assert bool(proven) != refused
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("advantage", "normalize_std"), CLAIMS)
 def test_responses_of_different_lengths_change_no_objective_if_all_tokens_weigh_the_same(advantage, normalize_std):
     """Advantages that are shifted by a mean over tokens then have the right direction in the limit."""

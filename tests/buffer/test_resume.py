@@ -113,12 +113,14 @@ async def run_through(path, rng, schedules=None, failures=0.05):
     return trained
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("seed", range(25))
 async def test_every_prompt_is_trained_exactly_once_across_repeated_kills(tmp_path, seed):
     trained = await run_through(tmp_path / "ledger.db", random.Random(seed))
     assert len(trained) == STEPS
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seed", range(10))
 async def test_synchronous_batches_of_a_killed_run_equal_those_of_an_uninterrupted_run(tmp_path, seed):
     schedules = itertools.repeat((replace(SCHEDULE, max_staleness=0), STEPS))
@@ -127,6 +129,7 @@ async def test_synchronous_batches_of_a_killed_run_equal_those_of_an_uninterrupt
     assert trained == {n: [source.next().uid for _ in range(SCHEDULE.groups_per_step)] for n in range(1, STEPS + 1)}
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("seed", range(25))
 async def test_a_run_can_resume_with_a_different_schedule_each_time(tmp_path, seed):
     """Batches, staleness, window and length of the run change at every start; no group is lost, and nothing hangs."""

@@ -13,6 +13,7 @@ from megasync.models.hub import missing_here
 FILES = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights" * 1000}
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 async def test_nodes_of_a_run_make_one_download_and_say_what_they_lack(monkeypatch, tmp_path):
     hub = LocalHub()

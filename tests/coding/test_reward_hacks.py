@@ -345,6 +345,7 @@ CASES += [(kind, name, *case) for kind in KINDS if kind.namespaces for name, cas
 CASES += [(kind, name, *case) for kind in KINDS if kind.own_user for name, case in FORKS.items()]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("kind", "name", "program", "tests"),
     [pytest.param(*case, id=f"{case[1]}, {case[0].namespaces or 'no'} namespaces") for case in CASES],

@@ -1,6 +1,7 @@
-"""Every way to stop a run: one signal, two signals, or a failure inside. Nothing is left running.
+"""Every way to stop a run: a signal during the start, two signals, or a failure inside. Nothing is left running.
 
-SIGTERM ends the run of `test_scaling.py`, SIGKILL those of `test_adapter_run.py` and `test_repeatability.py`.
+One SIGINT ends the run of `test_whole_run.py`, SIGTERM that of `test_scaling.py`, SIGKILL those of
+`test_adapter_run.py` and `test_repeatability.py`.
 """
 
 from __future__ import annotations
@@ -25,19 +26,6 @@ def test_an_interrupt_during_the_start_cleans_up(miniature, launch) -> None:
     run.signal(signal.SIGINT)
     assert run.wait() == 130, run.output
     assert run.survivors() == []
-
-
-@pytest.mark.standard
-def test_a_run_dumps_its_waits_refuses_a_second_driver_and_saves_on_one_signal(miniature, launch, the_run_dir) -> None:
-    run = launch("train", miniature(schedule=ENDLESS, rollout=ONE_SERVER, trainer=ONE_RANK))
-    run.wait_for("step 2/")
-    run.signal(signal.SIGUSR1)
-    run.wait_for("State of the run")
-    run.wait_for("x training: ")
-    second = launch("resume", the_run_dir())
-    assert second.wait() == 2, second.output
-    assert f"is being run by process {run.process.pid} on " in " ".join(second.output.split())
-    run.ends_cleanly(signal.SIGINT, the_run_dir())
 
 
 def test_a_second_interrupt_stops_immediately(miniature, launch) -> None:

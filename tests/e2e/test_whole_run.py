@@ -1,8 +1,9 @@
-"""A run from start to end on the real stack, and resumed from a checkpoint."""
+"""A run from start to end on the real stack, and resumed from a checkpoint until a signal stops it."""
 
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def check_record(run_dir: Path, steps: list[dict]) -> None:
 
 
 @pytest.mark.standard
-def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
+def test_a_run_trains_asynchronously_resumes_and_saves_on_one_signal(miniature, launch) -> None:
     config = miniature(checkpoint={"every_steps": 2, "keep": 2, "export_every": 4})
     result = megasync.AsyncTrainer(config).train()
 
@@ -80,12 +81,19 @@ def test_a_run_trains_asynchronously_and_resumes(miniature) -> None:
     assert not torch.equal(model(ids).logits, before(ids).logits)
 
     # On another topology: data-parallel ranks in the place of tensor-parallel ones.
-    changes = ["schedule.total_steps=6", "trainer.tensor_parallel=1", "trainer.data_parallel=2"]
-    more = megasync.AsyncTrainer.resume(result.run_dir, changes).train()
-    assert (more.step, more.version) == (6, 6)
+    changes = ["schedule.total_steps=100000", "trainer.tensor_parallel=1", "trainer.data_parallel=2"]
+    run = launch("resume", str(result.run_dir), *changes)
+    run.wait_for("step 6/")
+    run.signal(signal.SIGUSR1)
+    run.wait_for("State of the run")
+    run.wait_for("x training: ")
+    second = launch("resume", str(result.run_dir))
+    assert second.wait() == 2, second.output
+    assert f"is being run by process {run.process.pid} on " in " ".join(second.output.split())
+    run.ends_cleanly(signal.SIGINT, result.run_dir)
     steps = steps_of(result.run_dir)
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert steps[-1]["groups/trained"] == 24
+    assert [row["step"] for row in steps] == list(range(1, len(steps) + 1)) and len(steps) >= 6
+    assert steps[-1]["groups/trained"] == 4 * len(steps)
 
 
 @pytest.mark.matrix

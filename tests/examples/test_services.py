@@ -143,6 +143,7 @@ async def test_documents_by_id():
         await client.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 async def test_a_shard_that_dies_is_restarted_and_searches_find_the_same(tmp_path):
     data = DataFolder(tmp_path / "data")

@@ -101,6 +101,7 @@ def test_a_name_that_upstream_no_longer_has_is_found():
     assert not items[0].problem and "Gone" in items[1].problem
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_the_hooks_fit_the_installed_sglang():
     """With the CPU's stand-ins for compiled packages; the plugin's targets and SGLang's calls of them are real."""
@@ -134,6 +135,7 @@ def test_servers_on_gpus_find_the_compilers_of_their_environment(monkeypatch, tm
     assert not {"CUDA_HOME", "CUDNN_HOME"} & device.compiler_environment({}).keys()
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_library_that_needs_a_part_of_cudnn_finds_it(tmp_path):
     """As Transformer Engine's library does, which is linked to libcudnn_graph and loaded after libcudnn alone."""

@@ -81,6 +81,7 @@ def test_the_lock_has_hashes_and_names_no_registry():
     assert all(entry.endswith("\\") for entry in entries)
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_the_extras_still_resolve_to_the_lock(tmp_path):
     copy = tmp_path / "gpu.lock"

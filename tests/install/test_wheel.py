@@ -69,6 +69,7 @@ def test_nothing_names_the_machine_that_built_it(wheel):
     assert str(ROOT).encode() not in content and os.fsencode(Path.home()) + b"/" not in content
 
 
+@pytest.mark.matrix
 def test_an_sdist_builds_the_same_wheel_without_git_and_has_no_tests(sdist, wheel, tmp_path):
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -82,6 +83,7 @@ def test_an_sdist_builds_the_same_wheel_without_git_and_has_no_tests(sdist, whee
     assert different == []
 
 
+@pytest.mark.matrix
 def test_a_wheel_is_the_same_bytes_whenever_it_is_built(wheel, source, tmp_path):
     for path in source.rglob("*.py"):
         os.utime(path, (1, 1))

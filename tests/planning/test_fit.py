@@ -38,6 +38,7 @@ def test_a_configuration_that_fits_is_not_changed():
     assert (found.refusals, found.nearest) == ((), None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("name", "gigabytes", "overrides", "refused", "nearest"),
     [
@@ -103,6 +104,7 @@ def test_the_nearest_configuration_that_fits(name, gigabytes, overrides, refused
     assert found.nearest == nearest
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("name", "gigabytes"), [("qwen3_8b_math", 20), ("qwen3_8b_math", 40), ("qwen3_32b_math", 24)])
 def test_a_proposal_is_valid_and_leaves_room(name, gigabytes):
     proposed = plan(name, gigabytes).nearest

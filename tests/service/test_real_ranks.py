@@ -72,6 +72,7 @@ async def computed(ranks: Trainer, model: str) -> float:
     return result.metrics["loss:sum"]
 
 
+@pytest.mark.matrix
 async def test_models_survive_their_ranks_in_folders(group: tuple[TrainerGroup, Trainer], tmp_path: Path) -> None:
     trainer, ranks = group
     for model, spec in SPECS.items():

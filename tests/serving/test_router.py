@@ -66,6 +66,7 @@ async def test_questions_about_a_prompt_and_names_of_adapters_arrive(tmp_path):
         assert top.top.ids.shape == (4, 2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_every_policy_does_with_a_single_server(tmp_path, policy):
     async with routed(tmp_path, policy, workers=1) as (fakes, client):
@@ -73,6 +74,7 @@ async def test_every_policy_does_with_a_single_server(tmp_path, policy):
         assert len(fakes[0].requests) == 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("policy", ["consistent_hashing", "sticky"])
 async def test_a_routing_key_sticks_to_one_server(tmp_path, policy):
     async with routed(tmp_path, policy) as (fakes, client):

@@ -25,6 +25,7 @@ def python(code: str, stand_ins: bool, **more: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(find_spec("triton") is not None, reason="the real triton is installed")
 def test_sglang_still_does_not_start_without_the_stand_ins():
     result = python("import sglang.srt.entrypoints.http_server", stand_ins=False)
@@ -121,14 +122,17 @@ def launched() -> subprocess.CompletedProcess:
     return python(LAUNCH, stand_ins=True, SGLANG_EXTERNAL_MODEL_PACKAGE=MODEL_PACKAGE)
 
 
+@pytest.mark.matrix
 def test_the_launcher_is_still_needed_and_does_what_it_says(launched):
     assert "start method fork" in launched.stdout, launched.stderr[-3000:]
 
 
+@pytest.mark.matrix
 def test_a_row_of_a_product_does_not_depend_on_the_others_with_deterministic_inference(launched):
     assert "rows are alone" in launched.stdout, launched.stderr[-3000:]
 
 
+@pytest.mark.matrix
 def test_sglang_imports_only_the_model_that_it_serves_and_still_finds_all_others(launched):
     assert "another model sglang.srt.models.gpt2" in launched.stdout, launched.stderr[-3000:]
 

@@ -165,6 +165,7 @@ def test_what_cannot_be_finished_is_removed(init, tmp_path, monkeypatch, failure
     assert names(tmp_path) == {"empty"} and names("empty") == set()
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_ctrl_c_at_a_question_writes_nothing(tmp_path):
     """In a real terminal, where the key is a signal."""

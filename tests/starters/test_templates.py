@@ -69,6 +69,7 @@ def explained(values, cls):
             yield from explained(keys, entry)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_what_is_written_can_start(written, template, gpus):
@@ -140,6 +141,7 @@ def test_rows_are_distinct_and_none_is_held_out_and_trained(written, template):
     assert len({*asked}) == len(asked) and all("prompt" in json.loads(line) for line in asked)
 
 
+@pytest.mark.every(5)
 @pytest.mark.processes
 @pytest.mark.parametrize("template", ["reward", "math", "tools", "agent", "deepresearch"])
 def test_the_tests_of_a_template_pass(written, template):

@@ -111,7 +111,7 @@ async def test_a_request_ends_with_the_adapters_it_began_with(world, adapters, m
     assert "pause" not in report.seconds
     await check_serves(servers, model, first)
     rank.load(next_peft)
-    running = [asyncio.create_task(generate(server, 950)) for server in servers]
+    running = [asyncio.create_task(generate(server, 400)) for server in servers]
     await until_generating(servers)
     await sync.publish(second)
     await check_serves(servers, next_model, second)

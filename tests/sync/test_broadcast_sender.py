@@ -54,6 +54,7 @@ def digest(tensor):
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("topology", "tied", "dtype", "kind"),
     [

@@ -293,6 +293,7 @@ def stall_in_the_middle(payload: torch.Tensor) -> torch.Tensor:
     return payload
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -326,6 +327,7 @@ def test_after_a_fault_the_old_version_serves_and_the_next_sync_succeeds(
     published(w, "c", weights(w, 2))
 
 
+@pytest.mark.every(3)
 @some_ways
 @pytest.mark.parametrize("comes", [False, True], ids=["never joins", "joins and never receives"])
 def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, comes):

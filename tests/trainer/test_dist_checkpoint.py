@@ -18,6 +18,7 @@ def convert(command: str, *paths: str | Path) -> subprocess.CompletedProcess[str
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240)
 
 
+@pytest.mark.matrix
 def test_a_folder_comes_back_bit_for_bit(models, tmp_path: Path) -> None:
     source, there, back = Path(models["qwen3_moe"]), tmp_path / "megatron", tmp_path / "back"
     done = convert("to-megatron", source, there)

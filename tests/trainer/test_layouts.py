@@ -158,11 +158,11 @@ CASES = {
 }
 
 
-STANDARD = ("llama", "qwen3")
+STANDARD = ("qwen3",)
 
 
 def cases(*names, without=()):
-    """Parameters of a test; the standard tier runs two families, and resumes qwen2 in `test_checkpoint.py`."""
+    """Parameters of a test; the standard tier runs one family, and resumes others in `test_checkpoint.py`."""
     return [
         pytest.param(*case, marks=pytest.mark.standard if case[0] == "plain" and case[1] in STANDARD else ())
         for case in CASES

@@ -44,6 +44,7 @@ for name in [*(patch.name for patch in megasync_patches.registered() if patch.ne
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_every_patch_is_still_needed(models):
     """A line "without X works" means that upstream does without patch X: delete it."""

@@ -483,6 +483,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("source", TABLES)
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -515,6 +516,7 @@ def test_any_options_are_translated_or_said_and_accepted(source, tmp_path, data)
     assert report(translation).startswith(f"# Translated from {source}")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("source", FILES)
 def test_a_damaged_file_is_translated_or_refused(source, tmp_path, seeds):

@@ -61,6 +61,7 @@ def words(user) -> list[str]:
     return [word for word in found if isinstance(word, str) and word]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("kind", "view", "told", "absent"),
     [
@@ -92,6 +93,7 @@ async def test_a_view_without_anything_to_show_says_why(tmp_path, kind, view, to
             assert not [word for word in words(user) if absent in word]
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("view", ALONE)
 async def test_every_view_of_a_failed_run_begins_with_the_reason_in_one_line(tmp_path, view):
     run_dir = make_run(tmp_path, steps=3, status="failed")

@@ -88,6 +88,7 @@ HOSTILE: dict[str, Change] = {
 }
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_file_is_read_to_its_end_and_reported(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(run_folder, "COUNT_SECONDS", 0.1)
@@ -98,6 +99,7 @@ def test_a_hostile_file_is_read_to_its_end_and_reported(tmp_path, monkeypatch, k
     assert run.step == 5, "the other lines and files are shown"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", [*FILES, "driver.lock", "logs/controller.log", "hang/report.txt"])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
     run_dir = make_run(tmp_path, steps=5)
@@ -162,6 +164,7 @@ def read_mutations(folder: Path, seeds: Iterable[int]) -> None:
         (run_dir / name).write_bytes(whole[name])
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_changed_files_are_reported_on(tmp_path, seeds):
     read_mutations(tmp_path, seeds)

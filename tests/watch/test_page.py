@@ -141,6 +141,7 @@ def test_a_half_written_folder_shows_what_there_is_and_names_what_is_missing(ope
     expect(page.get_by_text("The last line of metrics.jsonl is torn")).to_be_visible()
 
 
+@pytest.mark.matrix
 def test_faults_have_their_times_and_the_ledger_balances(open_page, watch):
     page = open_page(watch.of("faults", FINISHED))
     assert number(page, "Faults") == 4
@@ -153,6 +154,7 @@ def test_faults_have_their_times_and_the_ledger_balances(open_page, watch):
     expect(page.locator("details[open] pre")).to_contain_text("trainer: waiting for groups")
 
 
+@pytest.mark.matrix
 def test_the_gaps_of_the_weights_are_by_age(open_page, watch, folder):
     page = open_page(watch.of("weights", FINISHED))
     assert number(page, "Gradient norm") == pytest.approx(logged(folder / FINISHED, "train/grad_norm")[-1], rel=6e-3)
@@ -160,6 +162,7 @@ def test_the_gaps_of_the_weights_are_by_age(open_page, watch, folder):
     expect(table.locator("tbody tr")).to_have_count(2)
 
 
+@pytest.mark.matrix
 def test_number_keys_choose_views_and_going_back_returns(open_page, watch):
     page = open_page(watch.of("overview", FINISHED))
     current = page.locator(".tabs a[aria-current=page]")
@@ -172,6 +175,7 @@ def test_number_keys_choose_views_and_going_back_returns(open_page, watch):
     expect(page.get_by_text("choose several to see them side by side")).to_be_visible()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("view", ["overview", "rollouts", "weights", "faults", ""])
 def test_a_narrow_window_does_not_scroll_sideways(open_page, watch, view):
     page = open_page(watch.of(view, FINISHED), width=390)
@@ -179,6 +183,7 @@ def test_a_narrow_window_does_not_scroll_sideways(open_page, watch, view):
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
 
+@pytest.mark.matrix
 def test_the_list_tells_runs_apart_and_opens_several_side_by_side(open_page, watch):
     page = open_page(watch.of(""))
     row = page.locator("tr", has=page.get_by_text(FINISHED, exact=True))
@@ -193,6 +198,7 @@ def test_the_list_tells_runs_apart_and_opens_several_side_by_side(open_page, wat
         expect(head).to_contain_text(name)
 
 
+@pytest.mark.matrix
 def test_the_comparison_has_the_outcomes_of_each_run_and_turns_its_curves_to_another_axis(open_page, watch, folder):
     page = open_page(watch.of("compare", FINISHED, CRASHED))
     cells = {
@@ -220,6 +226,7 @@ def test_text_of_a_run_is_not_markup(open_page, watch):
     assert "broken" not in page.title()
 
 
+@pytest.mark.matrix
 def test_turns_and_tool_calls_are_folded_and_named(open_page, watch):
     page = open_page(watch.of("rollouts", FINISHED))
     page.locator("tr.open", has_text="0:1").first.click()
@@ -268,6 +275,7 @@ CELLS = """uid => [...[...document.querySelectorAll("tr.open")].find(row => row.
   .map(cell => cell.getBoundingClientRect()).map(box => [box.x, box.width, box.height])"""
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("width", [1280, 390])
 def test_live_updates_shift_no_row_that_stays(open_page, watch, folder, width):
     run = watched_run.finished_run(folder / f"growing-{width}", 10)
@@ -327,6 +335,7 @@ def test_the_token_leaves_the_address_and_a_wrong_one_gets_nothing(open_page, wa
     context.close()
 
 
+@pytest.mark.matrix
 def test_an_unknown_run_is_named(open_page, watch):
     page = open_page(watch.of("overview", "../../etc"))
     expect(page.locator(".notice")).to_contain_text("There is no run '../../etc'")

@@ -80,6 +80,7 @@ def row_of(page, label):
     return next(row for row in page.rows if row[0][0] == label)
 
 
+@pytest.mark.matrix
 def test_every_metric_has_its_numbers_in_the_report(run_dir, page):
     columns = read_metrics(run_dir)
     for name in columns.keys() - {"step", "time"}:
@@ -112,6 +113,7 @@ def test_phases_of_a_step_add_up(page):
     assert sum(row_of(page, label)[1][1] for label in parts) == pytest.approx(total)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_in_any_state_has_a_report(tmp_path, kind):
     run = RunFolder(make_run(tmp_path, **KINDS[kind]))
@@ -122,6 +124,7 @@ def test_a_run_in_any_state_has_a_report(tmp_path, kind):
     assert document.notes == []
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "state.json", "events.jsonl", "ledger.db"])
 def test_a_report_without_a_file_says_so_or_does_without(tmp_path, name):
     run_dir = make_run(tmp_path, steps=5)

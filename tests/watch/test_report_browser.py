@@ -6,7 +6,7 @@ import sys
 import pytest
 from made_runs import make_run
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.matrix]
 
 
 @pytest.fixture(scope="module")

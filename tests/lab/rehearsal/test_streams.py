@@ -111,6 +111,7 @@ def publish(wires: Wires, attempts: dict[str, str]) -> bool:
     return wires.serves(whole)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("base", ["", "a"], ids=["full", "delta"])
 def test_a_sync_packs_sends_digests_and_commits_in_order(gpu, wires, base):
     assert publish(wires, {"a": "", "b": base})
@@ -137,6 +138,7 @@ def no_wait_for_messages(gpu, monkeypatch):
     monkeypatch.setattr(NcclWork, "wait", lambda work, limit: work._done.result(10))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("fault", "base", "race"),
     [
@@ -179,6 +181,7 @@ def updated_weights(dtype: torch.dtype, share: float) -> tuple[list[torch.Tensor
     return weights, [main.detach().to(dtype) for main in mains], hybrid
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_megatron_updates_on_the_host_in_order(gpu, dtype, share):
@@ -196,6 +199,7 @@ def no_wait_for_weights(gpu, monkeypatch):
     monkeypatch.setattr(Event, "wait", lambda event, stream=None: None)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("fault", "race"),
     [
