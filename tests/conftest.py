@@ -24,6 +24,7 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 
 REACHED = pytest.StashKey[dict[str, int]]()
 MEASURED = pytest.StashKey[dict[str, float]]()
+CASES = pytest.StashKey[Counter[str]]()
 SENTENCE = pytest.StashKey[str]()
 ROOT = Path(__file__).parents[1]
 TIERS = ("fast", "standard", "full")
@@ -62,6 +63,16 @@ def lowest_tier(markers: set[str]) -> int:
     return max((TIERS.index(tier) for marker, tier in LOWEST_TIER.items() if marker in markers), default=0)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leaves all cases of a test marked `every(n)` but each n-th one to the full tier."""
+    if every := item.get_closest_marker("every"):
+        name = item.nodeid.partition("[")[0]
+        cases = item.session.stash.setdefault(CASES, Counter())
+        if cases[name] % every.args[0]:
+            item.add_marker(pytest.mark.matrix)
+        cases[name] += 1
+
+
 # After `-m` has made its choice, so that `-m` narrows a tier and never widens it.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -70,18 +81,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reached = config.stash[REACHED]
     measured = config.stash[MEASURED]
     chosen: dict[pytest.Item, Planned] = {}
-    cases: Counter[str] = Counter()
     order: dict[tuple[bool, str], list[float]] = {}
     for item in items:
         file = item.path.relative_to(ROOT).as_posix()
         markers = {mark.name for mark in item.iter_markers()}
         if "real" in markers and "timeout" not in markers:
             item.add_marker(pytest.mark.timeout(REAL_TIMEOUT))
-        if every := item.get_closest_marker("every"):
-            name = item.nodeid.partition("[")[0]
-            if cases[name] % every.args[0]:
-                markers.add("matrix")
-            cases[name] += 1
         added = lowest_tier(markers) > tier
         if added and file not in reached:
             continue

@@ -87,7 +87,7 @@ def test_a_run_trains_asynchronously_resumes_and_saves_on_one_signal(miniature, 
     run.signal(signal.SIGUSR1)
     run.wait_for("State of the run")
     run.wait_for("x training: ")
-    second = launch("resume", str(result.run_dir))
+    second = launch("resume", str(result.run_dir), *changes)
     assert second.wait() == 2, second.output
     assert f"is being run by process {run.process.pid} on " in " ".join(second.output.split())
     run.ends_cleanly(signal.SIGINT, result.run_dir)
