@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -244,9 +245,13 @@ def _plain(values: DictConfig) -> dict[Any, Any]:
 
 
 @cache
+def _pickled_schema() -> bytes:
+    return pickle.dumps(OmegaConf.structured(Config))
+
+
 def _schema() -> DictConfig:
-    """The schema with its defaults. Cached, because merging does not modify it."""
-    return OmegaConf.structured(Config)
+    """The schema with its defaults, which is faster read than made or copied. Merging changes it."""
+    return pickle.loads(_pickled_schema())
 
 
 def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
@@ -254,7 +259,7 @@ def _merge(merged: DictConfig, layer: Layer) -> DictConfig:
         merged, layer = _without_evaluation(merged, layer)
     _refuse_unknown_keys(layer.values, Config, "", layer.place)
     try:
-        result = OmegaConf.merge(merged, layer.values)
+        result = OmegaConf.unsafe_merge(merged, layer.values)
     except OmegaConfBaseException as error:
         key = error.full_key or "?"
         expected = dict(schema_keys()).get(key)
@@ -274,7 +279,7 @@ def _without_evaluation(merged: DictConfig, layer: Layer) -> tuple[DictConfig, L
     data = layer.values.get("data")
     if isinstance(data, Mapping) and data.get("eval") is not None:
         raise ConfigError(f"{layer.place}: eval=null turns evaluation off, but data.eval names a set; remove one")
-    off = OmegaConf.merge(merged, {"data": {"eval": None}})
+    off = OmegaConf.unsafe_merge(merged, {"data": {"eval": None}})
     assert isinstance(off, DictConfig)
     off.eval = _schema().eval
     return off, Layer(layer.place, {key: value for key, value in layer.values.items() if key != "eval"})
