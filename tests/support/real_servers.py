@@ -166,7 +166,7 @@ def spans(answer):
 
 
 @asynccontextmanager
-async def steady_traffic(servers, tokens=480) -> AsyncIterator[list[list[dict]]]:
+async def steady_traffic(servers, tokens=240) -> AsyncIterator[list[list[dict]]]:
     """Four clients per server send requests back to back until the block ends, and one more afterwards.
 
     First answers have a quarter to all of the tokens, and the block begins when each server has given the shortest:

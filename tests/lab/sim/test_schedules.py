@@ -15,7 +15,7 @@ from megasync.lab.sim.chance import FAULTS, OF_TURNS
 from megasync.lab.sim.driver import ABANDONED, AT_ANY_MOMENT, OF_WORKERS, OUTLIVED
 from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS, RESUMABLE
 
-SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "150"))
+SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "100"))
 
 
 def at_any_moment(*kinds: str) -> set[str]:
@@ -33,7 +33,7 @@ KINDS = {
         0.7,
         {*OF_TURNS, "rank dies in a step", *at_any_moment("server dies")},
     ),
-    "exact evaluations": (FIRST_EXACT, SEEDS // 6, 0.7, {OUTLIVED, ABANDONED, *at_any_moment("server dies")}),
+    "exact evaluations": (FIRST_EXACT, SEEDS // 4, 0.7, {OUTLIVED, ABANDONED, *at_any_moment("server dies")}),
 }
 
 
