@@ -345,7 +345,7 @@ CASES += [(kind, name, *case) for kind in KINDS if kind.namespaces for name, cas
 CASES += [(kind, name, *case) for kind in KINDS if kind.own_user for name, case in FORKS.items()]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(9)
 @pytest.mark.parametrize(
     ("kind", "name", "program", "tests"),
     [pytest.param(*case, id=f"{case[1]}, {case[0].namespaces or 'no'} namespaces") for case in CASES],
@@ -414,6 +414,7 @@ Decimal(f(2)) == 4; Fraction(f(2)) == 4; Counter(f(2)) == Counter([4]); np.allcl
 """
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("liar", LIARS)
 async def test_no_idiom_of_a_test_passes_with(liar):
     """One test tries all idioms: it passes if each of them is false or raises."""
@@ -447,6 +448,7 @@ SOLVED = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name, (_, tests) in PORTABLE.items() if tests not in (SQUARE, PRINTS)])
 async def test_the_test_that_a_program_cannot_fool_can_be_passed(name):
     program = SOLVED.get(name, "import sys\ndef solve(x): return x * x\nprint(float(sys.stdin.read() or 2) ** 2)")

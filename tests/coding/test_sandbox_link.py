@@ -126,6 +126,7 @@ def buy(price): raise Broke(price)
 """
 
 
+@pytest.mark.every(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "check",
@@ -205,6 +206,7 @@ async def test_an_operation_that_checks_can_use_on_a_program(check):
     assert await run_check(PROGRAM, check_of(check), Limits(cpu_seconds=30, wall_seconds=60))
 
 
+@pytest.mark.every(3)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "check",

@@ -130,6 +130,7 @@ def test_one_gpu_is_shared_and_several_are_divided(tmp_path):
     assert "989" in one["trainer"].command and "312" in eight["trainer"].command
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("machine", [ONE, EIGHT, CPU], ids=["one", "eight", "cpu"])
 def test_every_run_of_the_ladder_is_a_valid_configuration_that_fits(machine, tmp_path, monkeypatch):
     from megasync.config import load_config

@@ -59,6 +59,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("family", sorted({*MODELS, *MORE_MODELS} - WITHOUT))
 @pytest.mark.parametrize("spec", ["local", "te"])
 def test_every_family_loads_exactly(make, family, spec):

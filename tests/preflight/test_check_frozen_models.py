@@ -110,6 +110,7 @@ def test_an_auxiliary_model_has_a_pool_of_its_own_beside_reward_models(judged, f
     assert "auxiliary_models.judge.path='/absent' has no readable config.json" in refused(config)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -136,6 +136,7 @@ def microbatches(folder: Path, name: str = "forward_backward") -> list[int]:
     return [args.get("models", 1) for args in found for _ in range(args["microbatches"])]
 
 
+@pytest.mark.matrix
 async def test_small_passes_of_eight_tenants_share_microbatches_and_equal_each_alone(
     group: tuple[TrainerGroup, Trainer], tmp_path: Path
 ) -> None:

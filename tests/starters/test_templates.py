@@ -125,6 +125,7 @@ def test_a_sentence_is_told_once_and_the_schema_orders_the_keys():
         commented({"trainr": {}})
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("path", sorted(SHAPES.parent.glob("*_*.yaml")), ids=lambda path: path.stem)
 def test_a_configuration_is_read_back_unchanged(path, tmp_path):
     given = load_config(path)

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,8 @@ RUNS = {
     "adapters": ADAPTERS,
 }
 SCORES = ("plain", "scored", "reward-kl", "teachers", "dpo", "stepped", "norms")
+# With these, layouts round otherwise.
+ROUNDED = ("bfloat16", "adapters")
 # Which runs two ranks repeat in a layout.
 SPREAD = {
     "dp2": (*SCORES, "stepped minibatches", "correction", "sequences", *FORKS, *CHOSEN),
@@ -103,9 +106,13 @@ SPREAD = {
     "tp2": ("norms", *CHOSEN, "bfloat16", "adapters"),
     "cp2": ("norms", "stepped", "forked steps", *CHOSEN),
 }
-PAIRS = [(layout, name) for layout, names in SPREAD.items() for name in names]
-# With these, layouts round otherwise.
-ROUNDED = ("bfloat16", "adapters")
+# The standard tier runs a layout that divides data and one that divides layers.
+PAIRS = [
+    pytest.param(layout, name, marks=pytest.mark.matrix if layout in ("tp2", "cp2") else ())
+    for layout, names in SPREAD.items()
+    for name in names
+    if name not in ROUNDED
+]
 
 
 @pytest.fixture(scope="module")
@@ -121,12 +128,17 @@ def runs(run_ranks, model):
 
 @pytest.fixture(scope="module")
 def spread(run_ranks, model):
-    """The same of some of them over two ranks, by layout and name."""
-    settings = {
-        f"{layout} {name}": RUNS[name] | {"trainer": {**RUNS[name].get("trainer", {}), **TWO_RANKS[layout]}}
-        for layout, name in PAIRS
-    }
-    return run_ranks("policies", 2, model=model, runs=settings)
+    """spread(layout): the same of some of them, of each of two ranks."""
+
+    @cache
+    def over(layout):
+        settings = {
+            name: RUNS[name] | {"trainer": {**RUNS[name].get("trainer", {}), **TWO_RANKS[layout]}}
+            for name in SPREAD[layout]
+        }
+        return run_ranks("policies", 2, model=model, runs=settings)
+
+    return over
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +150,9 @@ def largest_difference(left, right):
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize(("layout", "name"), [pair for pair in PAIRS if pair[1] not in ROUNDED])
+@pytest.mark.parametrize(("layout", "name"), PAIRS)
 def test_metrics_are_the_same_on_every_rank_and_layout(runs, spread, layout, name):
-    ranks = [rank[f"{layout} {name}"]["metrics"] for rank in spread]
+    ranks = [rank[name]["metrics"] for rank in spread(layout)]
     for alone, first, second in zip(runs[name]["metrics"], *ranks, strict=True):
         assert_same_metrics(first, alone, rel=1e-4, abs=1e-5)
         assert_same_metrics(first, second, rel=0, abs=0)
@@ -197,10 +209,10 @@ def test_a_rank_loads_only_what_it_computes(spread):
     """Of each group, the middle one of three has no advantage."""
     needed = sorted((f"0:{group}", place) for group in range(4) for place in (0, 2))
     for step in range(2):
-        first, second = (rank["dp2 plain"]["loaded"][step] for rank in spread)
+        first, second = (rank["plain"]["loaded"][step] for rank in spread("dp2"))
         assert sorted(first + second) == needed
         assert first and second
-        assert all(rank["pp2 plain"]["loaded"][step] == needed for rank in spread)
+        assert all(rank["plain"]["loaded"][step] == needed for rank in spread("pp2"))
 
 
 def test_masked_copies_on_ranks_without_a_sequence_change_nothing(runs, run_ranks, model):
@@ -227,17 +239,19 @@ def test_every_loss_and_estimator_trains(runs, kind):
         assert metrics["train/grad_norm"] == pytest.approx(runs["plain"]["metrics"][0]["train/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.matrix
 def test_bfloat16_trains_close_to_float32(runs, spread):
-    for results in (runs["bfloat16"], spread[0]["tp2 bfloat16"]):
+    for results in (runs["bfloat16"], spread("tp2")[0]["bfloat16"]):
         for mine, exact in zip(results["metrics"], runs["plain"]["metrics"], strict=True):
             assert mine["train/loss"] == pytest.approx(exact["train/loss"], abs=0.03)
             assert mine["train/grad_norm"] == pytest.approx(exact["train/grad_norm"], rel=0.1)
         assert all(tensor.dtype == torch.bfloat16 for tensor in results["weights"].values())
 
 
+@pytest.mark.matrix
 def test_the_part_of_adapters_that_merged_weights_have_is_measured_over_all_ranks(runs, spread):
     for step in range(2):
-        actual = [runs["adapters"], *(rank["tp2 adapters"] for rank in spread)]
+        actual = [runs["adapters"], *(rank["adapters"] for rank in spread("tp2"))]
         alone, *ranks = (each["metrics"][step]["train/merged_cosine"] for each in actual)
         assert 0 < alone < 0.999 and ranks[0] == ranks[1] == pytest.approx(alone, abs=0.05)
     assert "train/merged_cosine" not in runs["bfloat16"]["metrics"][1]

@@ -248,6 +248,7 @@ def flags(*more: str) -> str:
     return f"python train.py {given} --num-rollout 10 --colocate {' '.join(more)}"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("values", "key", "value"),
     [

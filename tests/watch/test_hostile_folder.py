@@ -164,6 +164,7 @@ def read_mutations(folder: Path, seeds: Iterable[int]) -> None:
         (run_dir / name).write_bytes(whole[name])
 
 
+@pytest.mark.matrix
 @pytest.mark.every(4)
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_changed_files_are_reported_on(tmp_path, seeds):

@@ -294,6 +294,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("owner", "name", "bug", "violation", "likely"),
     BUGS,

@@ -55,6 +55,7 @@ def test_what_a_resumed_schedule_changes_may_change() -> None:
     assert [key for key in RESUMABLE if fixed[key]] == []
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_seed_reproduces_the_same_run_in_any_process() -> None:
     seed = next(seed for seed in range(100) if len(simulate(seed).faults) > 5)
