@@ -20,8 +20,9 @@ OBJECT_COLLECTIVES = {
 }
 # Plain values only; the first one is written in C, where PyYAML was built with it.
 SAFE_LOADERS = {"getattr(yaml, 'CSafeLoader', yaml.SafeLoader)", "yaml.SafeLoader"}
-# Checks that an object can be sent to another process: they unpickle what they have just pickled.
+# They unpickle what they have just pickled, to see that it can be sent to another process, or as the fastest copy.
 OWN = {
+    "megasync/config/load.py",
     "megasync/rewards/processes.py",
     "megasync/cluster/rollout_workers.py",
     "megasync/rollout/worker_link.py",
