@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -71,20 +73,30 @@ def adapters(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def urls(folder, tmp_path_factory):
+def url(folder, tmp_path_factory):
+    """url(parts): the address of the server with so many ranks, which starts when it is first asked for."""
     served = ServedAdapters(RANK, adapters_of(folder).shape.targets, most=2)
-    servers = [make_server(folder, tmp_path_factory.mktemp("logs") / "log", parts) for parts in (2, 1)]
-    for server in servers:
-        server.spec = replace(server.spec, adapters=served)
+    with ExitStack() as started:
 
-    with running(servers) as urls:
-        yield urls
+        @cache
+        def start(parts):
+            server = make_server(folder, tmp_path_factory.mktemp("logs") / "log", parts)
+            server.spec = replace(server.spec, adapters=served)
+            return started.enter_context(running([server]))[0]
+
+        yield start
 
 
 @pytest.fixture
-def world(folder, urls, control, tmp_path):
+def parts():
+    """The ranks of each server; a test may have others."""
+    return 2, 1
+
+
+@pytest.fixture
+def world(folder, url, parts, control, tmp_path):
     """Makes (sync, rank, servers); only the first ``known`` servers belong to the sync."""
-    servers = [control(url) for url in urls]
+    servers = [control(url(count)) for count in parts]
 
     def make(mode="retract", known=2):
         plan = plan_broadcast(adapters_of(folder), 4096, "float32")
@@ -100,12 +112,19 @@ async def loaded(server):
     return {model["id"] for model in (await server.get("/v1/models"))["data"] if model["id"].startswith("policy-")}
 
 
-@pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "abort"])
-async def test_a_request_ends_with_the_adapters_it_began_with(world, adapters, mode):
+@pytest.mark.parametrize(
+    ("mode", "parts", "first"),
+    [
+        pytest.param("retract", (1,), 10, marks=pytest.mark.standard),
+        ("retract", (2, 1), 13),
+        ("abort", (2, 1), 20),
+    ],
+)
+async def test_a_request_ends_with_the_adapters_it_began_with(world, adapters, mode, first):
     sync, rank, servers = world(mode)
     (peft, model), (next_peft, next_model) = adapters
     rank.load(peft)
-    first, second = (10, 11) if mode == "retract" else (20, 21)
+    second = first + 1
     report = await sync.publish(first)
     assert report.bytes < sum(p.numel() for p in model.parameters())
     assert "pause" not in report.seconds

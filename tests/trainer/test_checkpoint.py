@@ -137,7 +137,8 @@ def contents(path):
     [
         pytest.param("qwen2", "float32", DENSE, marks=pytest.mark.matrix),
         pytest.param("llama", "bfloat16", DENSE, marks=pytest.mark.matrix),
-        ("qwen2_moe", "bfloat16", EXPERTS),
+        ("qwen2_moe", "bfloat16", EXPERTS[:4]),
+        pytest.param("qwen2_moe", "bfloat16", EXPERTS, marks=pytest.mark.matrix),
         pytest.param(
             *("qwen2", "bfloat16", [(world, {**trainer, **ADAPTED}) for world, trainer in DENSE]),
             marks=pytest.mark.matrix,
