@@ -221,9 +221,10 @@ def test_a_terminal_shows_how_many_packages_pip_has_come_to(tmp_path, capsys, mo
     assert "\rpackages ... 2 of 3 \rpackages ... 3 of 3 \rpackages ..." in capsys.readouterr().out
 
 
-def test_a_second_installation_waits_for_the_first_and_for_what_a_killed_one_left_running(tmp_path, capsys):
+def test_a_second_installation_waits_for_the_first_and_for_what_a_killed_one_left_running(tmp_path, monkeypatch):
     first, second, log = Steps(tmp_path), Steps(tmp_path), tmp_path / "install.log"
-    begun = threading.Event()
+    begun, waits = threading.Event(), threading.Event()
+    monkeypatch.setattr(second, "say", lambda text: waits.set() if "is under way" in text else None)
 
     def install():
         with second.alone():
@@ -234,7 +235,7 @@ def test_a_second_installation_waits_for_the_first_and_for_what_a_killed_one_lef
         # As pip does when only its parent is killed: it goes on.
         first.run("packages", [["sh", "-c", "sleep infinity > /dev/null 2>&1 & echo $!"]])
         waiting.start()
-        while "is under way" not in capsys.readouterr().out:
+        while not waits.wait(0.05):
             assert waiting.is_alive() and not begun.is_set()
     assert is_locked(log) and not begun.is_set()
     os.kill(int(log.read_text()), signal.SIGKILL)
