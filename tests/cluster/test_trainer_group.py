@@ -68,6 +68,7 @@ async def pids(ranks: TrainerGroup) -> list[int]:
     return await ranks.on_all(30, TrainerRank.pid)
 
 
+@pytest.mark.matrix
 async def test_lost_ranks_are_distinguished_from_errors_and_replaced_from_the_checkpoint(
     ranks: TrainerGroup, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def load(name: str, tmp_path: Path) -> Config:
     return config
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_a_shipped_configuration_can_be_planned(name, tmp_path):
     check_as_run(load(name, tmp_path), planning=True)
@@ -74,6 +75,7 @@ def test_functions_that_a_configuration_names_exist(name, tmp_path):
         assert callable(load_function(REWARDS.get(rollout.reward, rollout.reward)))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_configuration_for_gpus_fits_its_nodes_and_a_node_with_the_model_accepts_it(name, tmp_path, monkeypatch):
     """The plan fits into 80 GB a device, and `megasync doctor` finds no contradiction. Rows are on a hub."""

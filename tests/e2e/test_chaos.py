@@ -17,7 +17,6 @@ def test_a_run_survives_the_death_of_each_of_its_processes(miniature, launch, th
     config = miniature(
         schedule={"total_steps": 100_000},
         rollout={"workers": 2},
-        trainer={"tensor_parallel": 1},
         checkpoint={"every_steps": 5},
         timeouts=DEADLINES,
     )

@@ -80,8 +80,13 @@ def test_a_run_trains_asynchronously_resumes_and_saves_on_one_signal(miniature, 
     ids = torch.tensor([tokenizer("=123=")["input_ids"]])
     assert not torch.equal(model(ids).logits, before(ids).logits)
 
-    # On another topology: data-parallel ranks in the place of tensor-parallel ones.
-    changes = ["schedule.total_steps=100000", "trainer.tensor_parallel=1", "trainer.data_parallel=2"]
+    # On another topology: data-parallel ranks in the place of tensor-parallel ones, and one server.
+    changes = [
+        "schedule.total_steps=100000",
+        "trainer.tensor_parallel=1",
+        "trainer.data_parallel=2",
+        "rollout.servers=1",
+    ]
     run = launch("resume", str(result.run_dir), *changes)
     run.wait_for("step 6/")
     run.signal(signal.SIGUSR1)

@@ -150,6 +150,7 @@ def test_two_at_once_make_one_download(hub, files, monkeypatch):
     assert len(hub.downloads()) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_ctrl_c_keeps_what_has_come_and_two_processes_make_one_download(hub, files, tmp_path):
     """Of 25 MB 15 have come; huggingface_hub writes them by 10."""

@@ -40,6 +40,7 @@ def test_a_sound_configuration_passes(make):
     assert check_config(make()) is None
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("command", "overrides", "keys"), REFUSED, ids=[" ".join(row[1]) for row in REFUSED])
 def test_a_contradiction_names_all_sides(make, command, overrides, keys):
     with pytest.raises(ConfigError) as caught:

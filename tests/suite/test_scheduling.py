@@ -147,6 +147,7 @@ def run_tree(folder: Path, **files: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_worker_that_dies_of_a_segmentation_fault_fails_its_test_and_nothing_else(tmp_path):
     tree = {f"test_{n}": "def test_one(): pass\ndef test_two(): pass\n" for n in range(6)}
@@ -158,6 +159,7 @@ def test_a_worker_that_dies_of_a_segmentation_fault_fails_its_test_and_nothing_e
     assert "1 failed, 12 passed" in ran.stdout
 
 
+@pytest.mark.matrix
 @pytest.mark.processes
 def test_a_run_at_its_bound_fails_and_names_the_test_and_where_it_stands(tmp_path):
     stuck = """

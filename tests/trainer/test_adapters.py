@@ -128,6 +128,7 @@ def test_a_merged_export_scores_as_the_trained_model(results, models, rows, fami
     torch.testing.assert_close(results[0][family, label][0]["after"], logprobs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.matrix
 def test_peft_computes_the_same_from_the_same_folder(folders, models, expected, rows):
     """From the folder that ranks read, and from one that they wrote (their export has the same form)."""
     peft = pytest.importorskip("peft")

@@ -158,13 +158,19 @@ CASES = {
 }
 
 
+# The standard tier runs one family, and two ranks at most.
 STANDARD = ("qwen3",)
+LARGE = {label for kind in KINDS.values() for worlds in kind.families.values() for label in worlds.get(4, ())}
+
+
+def is_standard(kind, family, layout):
+    return kind == "plain" and family in STANDARD and layout not in LARGE
 
 
 def cases(*names, without=()):
-    """Parameters of a test; the standard tier runs one family, and resumes others in `test_checkpoint.py`."""
+    """Parameters of a test."""
     return [
-        pytest.param(*case, marks=pytest.mark.standard if case[0] == "plain" and case[1] in STANDARD else ())
+        pytest.param(*case, marks=pytest.mark.standard if is_standard(*case) else ())
         for case in CASES
         if case[0] in names and case[2] not in without
     ]
@@ -178,17 +184,25 @@ def paths(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(run_ranks, paths, rows, tmp_path_factory):
-    """results(kind, family): results of all ranks by layout, Hugging Face's, and the folder of checkpoints."""
+    """results(kind, family): ranks(layout), which gives the results of all ranks; Hugging Face's; and the folder of
+    checkpoints. All layouts of a number of ranks are computed when the first of them is asked for.
+    """
 
     @cache
     def of(name, family):
         kind, folder, path = KINDS[name], tmp_path_factory.mktemp("checkpoints"), paths[family]
-        prepared, results = kind.rows(rows, path), {}
-        for world, layouts in kind.families[family].items():
-            arguments = {"models": {family: path}, "rows": prepared, "layouts": layouts, "folder": str(folder)}
-            ranks = run_ranks("layouts", world, **arguments)
-            results |= {label: [rank[family, label] for rank in ranks] for label in layouts}
-        return results, kind.expected(path, prepared), folder
+        prepared, worlds = kind.rows(rows, path), kind.families[family]
+
+        @cache
+        def over(world):
+            arguments = {"models": {family: path}, "rows": prepared, "layouts": worlds[world], "folder": str(folder)}
+            return run_ranks("layouts", world, **arguments)
+
+        def ranks(label):
+            (world,) = (world for world, layouts in worlds.items() if label in layouts)
+            return [rank[family, label] for rank in over(world)]
+
+        return ranks, kind.expected(path, prepared), folder
 
     return of
 
@@ -196,33 +210,33 @@ def results(run_ranks, paths, rows, tmp_path_factory):
 @pytest.mark.parametrize(("kind", "family", "layout"), cases(*KINDS))
 def test_a_layout_computes_what_hugging_face_does(results, paths, kind, family, layout):
     options, (ranks, expected, _) = CASES[kind, family, layout], results(kind, family)
-    assert_computed(ranks[layout], expected, layout_of(paths[family], options), options)
+    assert_computed(ranks(layout), expected, layout_of(paths[family], options), options)
     if "virtual_pipeline" in options:
-        assert all(rank["microbatches"] % options["pipeline_parallel"] == 0 for rank in ranks[layout])
+        assert all(rank["microbatches"] % options["pipeline_parallel"] == 0 for rank in ranks(layout))
 
 
 @pytest.mark.parametrize(("kind", "family", "layout"), cases("plain", without=("one",)))
 def test_weights_after_a_step_are_those_of_one_rank(results, paths, kind, family, layout, tmp_path):
     ranks, (*_, gradients), folder = results(kind, family)
+    alone, first = ranks("one")[0], ranks(layout)[0]
     for label in ("one", layout):
         export_checkpoint(folder / f"{family}-{label}", paths[family], tmp_path / label)
     either = assert_same_weights(tmp_path / "one", tmp_path / layout, gradients)
     # A weight that went the other way may change the log-prob of a token by as much as it differs itself.
-    after, tolerance = ranks["one"][0]["after"], 2.1e-3 if either else 1e-4
-    torch.testing.assert_close(ranks[layout][0]["after"], after, atol=tolerance, rtol=0)
-    assert (after - ranks["one"][0]["scores"]).abs().max() > 1e-3
+    tolerance = 2.1e-3 if either else 1e-4
+    torch.testing.assert_close(first["after"], alone["after"], atol=tolerance, rtol=0)
+    assert (alone["after"] - alone["scores"]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.standard if name in STANDARD else ()) for name in MODELS]
-)
+@pytest.mark.parametrize("family", MODELS)
 def test_options_make_the_microbatches_and_reach_megatrons_classes(results, family):
-    for label, ranks in results("plain", family)[0].items():
+    ranks, *_ = results("plain", family)
+    for label in (label for name, of, label in CASES if (name, of) == ("plain", family)):
         options = CASES["plain", family, label]
-        for rank in ranks:
+        for rank in ranks(label):
             assert (rank["buckets"] > 5) == rank["decays_qk_norms"] == ("megatron" in options), label
             assert (rank["microbatches"] > 1) == ("tokens_per_microbatch" in options), label
-        lengths = {length for rank in ranks for length in rank["lengths"]}
+        lengths = {length for rank in ranks(label) for length in rank["lengths"]}
         assert (lengths == {96}) == ("pad_microbatches" in options), label
 
 

@@ -90,6 +90,7 @@ def logged(run: Path, name: str) -> list[float]:
     return [row[name] for row in rows if row.get(name) is not None]
 
 
+@pytest.mark.matrix
 def test_the_numbers_are_those_of_the_metrics_file(open_page, watch, folder):
     page = open_page(watch.of("overview", FINISHED))
     assert number(page, "Step") == 60
@@ -134,6 +135,7 @@ def _wait_for_run(page: Page, watch: Watch) -> None:
     raise AssertionError("the live run does not appear on the page")
 
 
+@pytest.mark.matrix
 def test_a_half_written_folder_shows_what_there_is_and_names_what_is_missing(open_page, watch):
     page = open_page(watch.of("overview", HALF))
     assert number(page, "Step") == 7
@@ -341,6 +343,7 @@ def test_an_unknown_run_is_named(open_page, watch):
     expect(page.locator(".notice")).to_contain_text("There is no run '../../etc'")
 
 
+@pytest.mark.matrix
 def test_a_port_in_use_gives_a_clear_error(folder):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -99,6 +99,7 @@ def test_a_fault_is_listed_with_its_consequences(page):
     assert "exit status -9" in row[2][0] and [row[3][1], row[4][1]] == pytest.approx([0.5, 1.9])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("older", "devices"), [(False, "2 × NVIDIA H100 80GB HBM3; trainer on 1 host"), (True, "cpu")])
 def test_the_devices_are_those_that_the_ranks_reported(tmp_path, older, devices):
     run = RunFolder(make_run(tmp_path, steps=1, older=older))
@@ -169,6 +170,7 @@ def test_every_figure_is_there_without_javascript(page):
     assert sum(1 for tag, _ in page.elements if tag == "svg") == len(stills)
 
 
+@pytest.mark.matrix
 def test_markdown_names_the_pictures_that_are_written(run_dir, tmp_path):
     written = write_document(make_report(RunFolder(run_dir)), tmp_path / "new" / "r.md", "x", markdown=True)
     named = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", written.read_text())
@@ -195,6 +197,7 @@ def test_a_folder_of_runs_is_no_run(run_dir):
         open_run(run_dir.parent)
 
 
+@pytest.mark.matrix
 def test_reading_a_run_for_a_report_changes_nothing_in_it(tmp_path):
     run_dir = make_run(tmp_path, steps=3)
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in run_dir.rglob("*")}
