@@ -23,7 +23,7 @@ def test_the_quickstart_learns_from_a_wheel(tmp_path):
     (packages / "runs.pth").write_text(sysconfig.get_path("purelib") + "\n")
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [env / "bin" / "megasync", "quickstart"]
-    done = subprocess.run(command, cwd=place, env=settings, capture_output=True, text=True, timeout=550, check=False)
+    done = subprocess.run(command, cwd=place, env=settings, capture_output=True, text=True, timeout=1100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (place / "runs").glob("quickstart-*")
     assert (run / "export" / "config.json").is_file() and (place / "models" / "digits" / "config.json").is_file()
