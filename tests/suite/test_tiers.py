@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.every(3)
 @pytest.mark.parametrize("case", range(7))
 def test_a_case(case):
-    assert case in range(7)
+    """It is there to be collected by the test below."""
 
 
 @pytest.mark.processes

@@ -160,11 +160,10 @@ CASES = {
 
 # The standard tier runs one family, and two ranks at most.
 STANDARD = ("qwen3",)
-LARGE = {label for kind in KINDS.values() for worlds in kind.families.values() for label in worlds.get(4, ())}
 
 
 def is_standard(kind, family, layout):
-    return kind == "plain" and family in STANDARD and layout not in LARGE
+    return kind == "plain" and family in STANDARD and layout not in PLAIN[family].get(4, ())
 
 
 def cases(*names, without=()):
