@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -71,6 +72,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         if cases[name] % every.args[0]:
             item.add_marker(pytest.mark.matrix)
         cases[name] += 1
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    # A collection would look at a million of pytest's objects, a second each time.
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 # After `-m` has made its choice, so that `-m` narrows a tier and never widens it.

@@ -72,21 +72,29 @@ Place = tuple[str, str]
 STRUCT = "msgspec", "Struct"
 
 
-def classes_of(module: str, tree: ast.Module) -> Iterator[tuple[ast.ClassDef, set[Place]]]:
+def classes_of(module: str, nodes: list[ast.AST]) -> Iterator[tuple[ast.ClassDef, set[Place]]]:
     """The classes of a module, with the bases of each."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     known = {alias.asname or alias.name: (node.module or "", alias.name) for node in imports for alias in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ClassDef):
             names = [ast.unparse(base) for base in node.bases]
             yield node, {STRUCT if name == "msgspec.Struct" else known.get(name, (module, name)) for name in names}
 
 
+def of_interest(node: ast.AST) -> bool:
+    return isinstance(node, (ast.ImportFrom, ast.ClassDef, ast.Call))
+
+
+def last_name(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
 def kinds_of(node: ast.AST) -> list[ast.expr]:
     """The type that a call of msgspec without a decoder of its own decodes into."""
-    if not isinstance(node, ast.Call):
-        return []
     # `invoke(function, ...)` calls the function.
+    if not isinstance(node, ast.Call) or last_name(node.func) not in ("decode", "convert", "invoke"):
+        return []
     call, *arguments = node.args if ast.unparse(node.func) == "invoke" else [node.func, *node.args]
     if ast.unparse(call) in ("msgspec.json.decode", "msgspec.msgpack.decode"):
         return [keyword.value for keyword in node.keywords if keyword.arg == "type"]
@@ -94,16 +102,15 @@ def kinds_of(node: ast.AST) -> list[ast.expr]:
 
 
 def test_every_struct_of_the_package_and_whatever_else_is_decoded_is_prepared() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    modules = {path: ".".join(("megasync", *path.relative_to(ROOT).with_suffix("").parts)) for path in trees}
-    classes = [(path, node, bases) for path, tree in trees.items() for node, bases in classes_of(modules[path], tree)]
+    paths = sorted(ROOT.rglob("*.py"))
+    nodes = {path: [*filter(of_interest, ast.walk(ast.parse(path.read_text())))] for path in paths}
+    modules = {path: ".".join(("megasync", *path.relative_to(ROOT).with_suffix("").parts)) for path in paths}
+    classes = [(path, node, bases) for path in paths for node, bases in classes_of(modules[path], nodes[path])]
     structs = {STRUCT}
     while more := {(modules[path], node.name) for path, node, bases in classes if bases & structs} - structs:
         structs |= more
-    decoded = {
-        name.id for _, node in nodes for kind in kinds_of(node) for name in ast.walk(kind) if isinstance(name, ast.Name)
-    }
+    kinds = [kind for path in paths for node in nodes[path] for kind in kinds_of(node)]
+    decoded = {name.id for kind in kinds for name in ast.walk(kind) if isinstance(name, ast.Name)}
     found = [(path, node) for path, node, bases in classes if bases & structs or node.name in decoded]
     missing = [
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}"

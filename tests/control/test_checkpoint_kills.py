@@ -106,9 +106,9 @@ def work(folder):
     ("modules", "every"),
     [
         pytest.param(
-            ("trainer/checkpoint.py", "test_checkpoint_kills.py", "megasync/base/files.py"), 13, id="the checkpoint"
+            ("trainer/checkpoint.py", "test_checkpoint_kills.py", "megasync/base/files.py"), 29, id="the checkpoint"
         ),
-        pytest.param(("control/controller.py", "buffer/async_buffer.py"), 53, id="the ledger"),
+        pytest.param(("control/controller.py", "buffer/async_buffer.py"), 101, id="the ledger"),
     ],
 )
 def test_every_group_is_trained_once_wherever_the_driver_was_killed(

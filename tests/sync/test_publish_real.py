@@ -44,11 +44,15 @@ def make(models, dense_servers, control, publishing):
 
 
 @pytest.mark.parametrize("mode", [pytest.param("retract", marks=pytest.mark.standard), "in_place", "abort"])
-@pytest.mark.parametrize("kind", ["p2p", "broadcast", "disk"])
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [("p2p", STAGES), ("broadcast", Topology(tensor=2)), ("disk", Topology(tensor=2))],
+    ids=["p2p", "broadcast", "disk"],
+)
 async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_gives(
-    make, models, tmp_path, monkeypatch, kind, mode
+    make, models, tmp_path, monkeypatch, kind, topology, mode
 ):
-    sync, ranks, servers = await make(kind, pause_mode=mode)
+    sync, ranks, servers = await make(kind, topology, pause_mode=mode)
     call, commands, links = PluginControl.call, [], []
 
     async def noted(control, command, *arguments):

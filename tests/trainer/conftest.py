@@ -11,3 +11,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
             if item.path.name in STANDARD:
                 item.add_marker(pytest.mark.standard)
+            if item.get_closest_marker("standard") and not item.get_closest_marker("matrix"):
+                # One process has them all, and keeps the ranks.
+                item.add_marker(pytest.mark.shares("trainer ranks"))

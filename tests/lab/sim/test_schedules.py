@@ -15,7 +15,7 @@ from megasync.lab.sim.chance import FAULTS, OF_TURNS
 from megasync.lab.sim.driver import ABANDONED, AT_ANY_MOMENT, OF_WORKERS, OUTLIVED
 from megasync.lab.sim.world import DEADLY_ROW, FIRST_COLOCATED, FIRST_EXACT, FIRST_WITH_WORKERS, RESUMABLE
 
-SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "100"))
+SEEDS = int(os.environ.get("MEGASYNC_SIM_SEEDS", "72"))
 
 
 def at_any_moment(*kinds: str) -> set[str]:
