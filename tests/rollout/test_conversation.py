@@ -92,16 +92,19 @@ def test_another_form_of_the_answer_is_realigned(closed):
     assert masked(trajectory, talk.template) == f"a    b{closing}<tool>r$<assistant>|c  d$|<tool>r$<assistant>|e$"
 
 
-def test_tool_calls_in_another_form_are_realigned_behind_the_whole_answer():
-    talk = Talk(FakeTemplate(tidies=True))
+@pytest.mark.parametrize("ends_calls", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_tool_calls_in_another_form_are_realigned_behind_the_whole_answer(count, ends_calls):
+    talk = Talk(FakeTemplate(tidies=True, ends_calls=ends_calls))
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": {"x": {"y": 1}}}}
+    written = 'f( x = {"y":1} )' * count
     prompt = talk.conversation.prompt(talk.template, [USER])
-    ids = [ord(c) for c in 'f( x = {"y":1} )$']
+    ids = [ord(c) for c in written + EOS]
     generation = talk.conversation.record(Generation.of(prompt.ids, ids, [0.0] * len(ids), [0] * len(ids), "stop"))
-    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call] * count}
     talk.conversation.answered(talk.template, prompt, generation, answer)
     following = talk.conversation.prompt(talk.template, [USER, answer, TOOL])
-    assert talk.template.decode(following.ids) == '<user>q$<assistant>f( x = {"y":1} )$<tool>r$<assistant>'
+    assert talk.template.decode(following.ids) == f"<user>q$<assistant>{written}$<tool>r$<assistant>"
     assert talk.counts == (1, 0)
 
 

@@ -18,11 +18,12 @@ class FakeTemplate:
 
     `forgets` drops reasoning (in parentheses) from answers before the last user message, as Qwen3 does. `tidies`
     collapses repeated spaces in answers. `refuses` rejects conversations that end with an assistant message.
-    `hides_answers` omits the content of answers.
+    `hides_answers` omits the content of answers. `ends_calls` ends each tool call as a message.
     """
 
-    def __init__(self, *, forgets=False, tidies=False, refuses=False, hides_answers=False):
+    def __init__(self, *, forgets=False, tidies=False, refuses=False, hides_answers=False, ends_calls=False):
         self.forgets, self.tidies, self.refuses, self.hides_answers = forgets, tidies, refuses, hides_answers
+        self.between_calls = EOS if ends_calls else ""
 
     def guard(self, message):
         return message
@@ -35,7 +36,7 @@ class FakeTemplate:
         for number, message in enumerate(messages):
             content = message["content"]
             if message["role"] == "assistant":
-                content += "".join(json.dumps(call["function"]) for call in message.get("tool_calls", []))
+                content += self.between_calls.join(json.dumps(call["function"]) for call in message.get("tool_calls", []))
                 if self.forgets and number < last:
                     content = THOUGHT.sub("", content)
                 if self.tidies:

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,8 +142,9 @@ def main() -> None:
     chosen = [int(number) for number in sys.argv[1:]] or range(len(FAULTS))
     users = affected.users_of_files(ROOT)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = [(number, pool.submit(found_by, FAULTS[number], users)) for number in chosen]
-        for number, result in results:
+        numbers = {pool.submit(found_by, FAULTS[number], users): number for number in chosen}
+        for result in as_completed(numbers):
+            number = numbers[result]
             print(f"{number:2} {FAULTS[number].file}: {result.exception() or result.result()}", flush=True)
 
 
