@@ -10,6 +10,7 @@ from typing import Any
 from megasync.app.resume_file import is_resumable, read_resume_file, write_resume_file
 from megasync.app.run import Run
 from megasync.app.run_directory import finished_run, new_run_dir, refuse_running_loop, run_stoppable
+from megasync.app.run_lock import refuse_running
 from megasync.app.workload import PythonArguments, prepare_workload
 from megasync.base.terminal import Terminal
 from megasync.concurrency.event_loop import run_to_end
@@ -80,6 +81,7 @@ class AsyncTrainer:
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():
             raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG_FILE}")
+        refuse_running(run_dir)
         if not is_resumable(run_dir):
             raise CheckpointError(
                 f"{run_dir} ended before the run began: it has no complete checkpoint and no ledger; "
@@ -103,6 +105,7 @@ class AsyncTrainer:
         trainer = cls(config)
         trainer._resume_file = Path(file)
         if (run_dir := read_resume_file(trainer._resume_file)) is not None:
+            refuse_running(run_dir)
             trainer._resume_from(run_dir)
         return trainer
 

@@ -22,14 +22,23 @@ class RunLock:
 
     def __enter__(self) -> Self:
         if not self._lock.take():
-            name = named_holder(self._path)
-            raise ConfigError(f"{self._path.parent} is being run by {name}; wait for it to end, or end it")
+            raise _refused(self._path)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._lock.release()
+
+
+def refuse_running(run_dir: Path) -> None:
+    """Raises ConfigError, naming the holder, while another process drives the run: what it reads may change."""
+    if is_held(run_dir):
+        raise _refused(Path(run_dir) / FILE)
+
+
+def _refused(path: Path) -> ConfigError:
+    return ConfigError(f"{path.parent} is being run by {named_holder(path)}; wait for it to end, or end it")
 
 
 def holder(run_dir: Path) -> dict[str, Any] | None:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from megasync.app.mailbox import answer_with_report
 from megasync.app.run_directory import AnyRun, OpenedRun, finished_run, new_run_dir, run_stoppable
+from megasync.app.run_lock import refuse_running
 from megasync.app.servers import reserve_pools
 from megasync.app.workload import stop_ids
 from megasync.base.files import atomic_write, read_object
@@ -131,6 +132,7 @@ def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> RunResult
     Raises as `train_supervised`, and ConfigError if the rows are not those of the run.
     """
     config = resolve_names(load_config(run_dir / CONFIG_FILE, overrides))
+    refuse_running(run_dir)
     newest = latest(run_dir)
     before = load_config(run_dir / CONFIG_FILE)
     check_changes(before, with_names(config), 0 if newest is None else step_of(newest))

@@ -1,6 +1,8 @@
 """A run that has reached its goal is not started again; one that ended early is."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +12,14 @@ import pytest
 from megasync.app import run as run_module
 from megasync.app import run_directory
 from megasync.app.async_trainer import AsyncTrainer
+from megasync.app.run_lock import RunLock
 from megasync.config import CONFIG_FILE, CUSTOM_FILE, Config, load_config, save_config
 from megasync.errors import ConfigError
 from megasync.observe.result import RunResult, resume_command
 from megasync.observe.state_file import RunState, write_state
 from megasync.offline.evaluate import load_target
 from megasync.supervised import run as supervised_module
+from megasync.trainer import checkpoint as checkpoint_module
 from megasync.trainer.checkpoint import MARKER, step_path
 
 
@@ -69,6 +73,22 @@ def test_a_finished_run_goes_on_when_its_goal_moves(
     finished(run_dir, config)
     AsyncTrainer.resume(run_dir, [f"schedule.total_steps={config.schedule.total_steps + 1}"]).train()
     assert len(executed) == 1
+
+
+@pytest.mark.parametrize("resume", [AsyncTrainer.resume, supervised_module.resume_supervised])
+def test_a_resume_looks_at_nothing_that_a_live_driver_may_change(
+    config: Config, tmp_path: Path, resume: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "run"
+    finished(run_dir, config)
+
+    def look(run_dir: Path) -> None:
+        raise AssertionError("it looked for a checkpoint")
+
+    monkeypatch.setattr(checkpoint_module, "latest", look)
+    monkeypatch.setattr(supervised_module, "latest", look)
+    with RunLock(run_dir), pytest.raises(ConfigError, match=f"is being run by process {os.getpid()} on "):
+        resume(run_dir)
 
 
 @pytest.mark.parametrize("content", ["3", "null", "[1]", '"reward"', "{", "[" * 100_000, b"\xff"], ids=range(7))

@@ -36,7 +36,9 @@ class FakeTemplate:
         for number, message in enumerate(messages):
             content = message["content"]
             if message["role"] == "assistant":
-                content += self.between_calls.join(json.dumps(call["function"]) for call in message.get("tool_calls", []))
+                content += self.between_calls.join(
+                    json.dumps(call["function"]) for call in message.get("tool_calls", [])
+                )
                 if self.forgets and number < last:
                     content = THOUGHT.sub("", content)
                 if self.tidies:
