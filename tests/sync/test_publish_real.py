@@ -68,7 +68,9 @@ async def test_after_a_publish_under_traffic_servers_hold_the_bits_that_a_load_g
         async with steady_traffic(servers) as clients:
             report = await sync.publish(version)
         nbytes = sum(p.numel() for p in model.parameters()) * 4
-        assert kind == "p2p" or report.bytes == (nbytes if kind == "disk" else 2 * nbytes)
+        least = nbytes if kind == "disk" else 2 * nbytes
+        # Some of what a server of two ranks gets goes to both.
+        assert report.bytes == least or (kind == "p2p" and report.bytes > least)
         await check_serves(servers, model, version)
         check_answers(clients, version, aborting=mode == "abort")
     # A server that generates answers late, so the second publish asks each only to stage, over the links of the first.

@@ -355,8 +355,6 @@ def test_an_engine_that_receives_nothing_costs_no_other_engine_anything(wires, c
         assert list(report.failed) == ["http://stuck"]
         assert re.search("bucket|table" if comes else "no links to http://stuck", report.failed["http://stuck"])
         assert {rank.url for rank in report.confirmed} <= {"http://engine"}
-    # What its links took before they failed counts too.
-    assert sum(report.bytes for report in sent) >= w.plan.nbytes
     # Its links are gone, and those of the other engine serve the next version.
     assert [list(sender._links) for sender in w.senders] == [["first"], ["first"]]
     kept = [sender._links["first"] for sender in w.senders]
