@@ -76,7 +76,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    # A collection would look at a million of pytest's objects, a second each time.
+    # A garbage collection would look at a million of pytest's objects, a second each time; later ones leave them out.
     gc.disable()
     try:
         return (yield)

@@ -75,8 +75,9 @@ class AsyncTrainer:
         """Resumes a run from its newest complete checkpoint, or from its start, in the same run directory.
 
         Keyword arguments are those of the constructor; what the first start got from Python must be passed again.
-        Raises ConfigError if it is not, for an override that a run cannot change (`config.changes`), and for a folder
-        that is not a run directory; CheckpointError if there is nothing to resume from.
+        Raises ConfigError if it is not, for an override that a run cannot change (`config.changes`), for a folder that
+        is not a run directory, and for a run that another process drives; CheckpointError if there is nothing to resume
+        from.
         """
         run_dir = Path(run_dir)
         if not (run_dir / CONFIG_FILE).is_file():

@@ -32,7 +32,7 @@ class RunLock:
 
 
 def refuse_running(run_dir: Path) -> None:
-    """Raises ConfigError, naming the holder, while another process drives the run: what it reads may change."""
+    """Raises ConfigError, naming the holder, while another process drives the run, which may remove what is read."""
     if is_held(run_dir):
         raise _refused(Path(run_dir) / FILE)
 

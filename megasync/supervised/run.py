@@ -129,7 +129,7 @@ def train_supervised(config: Config) -> RunResult:
 def resume_supervised(run_dir: Path, overrides: Sequence[str] = ()) -> RunResult:
     """Goes on from the newest checkpoint of a supervised run, or from its start.
 
-    Raises as `train_supervised`, and ConfigError if the rows are not those of the run.
+    Raises as `train_supervised`, and ConfigError if the rows are not those of the run or another process drives it.
     """
     config = resolve_names(load_config(run_dir / CONFIG_FILE, overrides))
     refuse_running(run_dir)

@@ -91,6 +91,14 @@ def test_a_resume_looks_at_nothing_that_a_live_driver_may_change(
         resume(run_dir)
 
 
+def test_a_live_run_is_not_continued(config: Config, tmp_path: Path) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "continue.txt"
+    finished(run_dir, config)
+    file.write_text(str(run_dir))
+    with RunLock(run_dir), pytest.raises(ConfigError, match=f"is being run by process {os.getpid()} on "):
+        AsyncTrainer.begin_or_resume(config, file)
+
+
 @pytest.mark.parametrize("content", ["3", "null", "[1]", '"reward"', "{", "[" * 100_000, b"\xff"], ids=range(7))
 def test_what_a_run_got_from_python_is_refused_where_it_cannot_be_read(
     config: Config, tmp_path: Path, content: str | bytes

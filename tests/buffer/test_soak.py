@@ -78,7 +78,7 @@ async def soak(path: Path, groups: int) -> list[tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("groups", [400, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("groups", [800, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 async def test_memory_and_ledger_size_stay_bounded_in_a_long_run(tmp_path, groups):
     start = time.monotonic()
     found = await soak(tmp_path / "ledger.db", groups)
